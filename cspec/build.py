@@ -1,0 +1,29 @@
+"""Builds pyspec._cspec from the C sources beside this file (cffi, API mode, stable ABI)."""
+
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+# setuptools wants paths relative to the project, so that they mean the same in an sdist.
+SOURCES = [f"cspec/{path.name}" for path in sorted(HERE.glob("*.c"))]
+
+# What cffi parses is the public header without its preprocessor lines: one declaration, one place.
+DECLARATIONS = "\n".join(
+    line for line in (HERE / "cspec.h").read_text().splitlines() if not line.startswith("#")
+)
+
+ffibuilder = FFI()
+ffibuilder.cdef(DECLARATIONS)
+ffibuilder.set_source(
+    "pyspec._cspec",
+    '#include "cspec.h"',
+    sources=SOURCES,
+    include_dirs=["cspec"],
+    depends=["cspec/cspec.h"],
+    # Contraction into fused multiply-adds would make results depend on the CPU's features.
+    extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra"],
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(verbose=True)

@@ -1,0 +1,87 @@
+/* cspec: the mathematics of speculative decoding over full vocabularies.
+ *
+ * Every function that Python may call is declared here; cspec/build.py hands this file to cffi as it is.
+ * Rows are arrays of n_vocab floats. No function allocates, keeps state or draws a random number of its
+ * own: random numbers are arguments, made by cspec_uniform. Sums are accumulated in double.
+ */
+#ifndef CSPEC_H
+#define CSPEC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---- status ------------------------------------------------------------------------------------- */
+
+enum {
+    CSPEC_OK = 0,
+    CSPEC_NAN = 1,   /* a logit is NaN */
+    CSPEC_INF = 2,   /* a logit is +inf: no distribution follows from it */
+    CSPEC_EMPTY = 3, /* every logit is -inf: nothing can be drawn */
+};
+
+/* ---- random numbers (random.c) ------------------------------------------------------------------ */
+
+/* One stream per purpose, so that no two decisions ever share a random number. */
+enum {
+    CSPEC_STREAM_DRAFT = 0,  /* drawing a token from q_i */
+    CSPEC_STREAM_ACCEPT = 1, /* accepting a drafted token */
+    CSPEC_STREAM_TARGET = 2, /* the round's last token: from the residual, or from p */
+    CSPEC_STREAM_GUMBEL = 3, /* the noise of a token at a position, shared by draft and target */
+};
+
+/* Philox 4x32-10 (Salmon et al., SC 2011). counter: [4], key: [2], out: [4]. */
+void cspec_philox(const uint32_t *counter, const uint32_t *key, uint32_t *out);
+
+/* A double in [0, 1) with 53 random bits, a function of its arguments alone. */
+double cspec_uniform(uint64_t seed, uint32_t stream, uint64_t round, uint32_t index);
+
+/* ---- logits to probabilities (distribution.c) ---------------------------------------------------- */
+
+typedef struct {
+    double temperature;       /* >= 0; 0 is greedy: one-hot at the largest logit, lowest id of a tie */
+    int32_t top_k;            /* <= 0: off */
+    double top_p;             /* in (0, 1]; 1: off */
+    double min_p;             /* in [0, 1]; 0: off */
+    double repeat_penalty;    /* > 0; 1: off */
+    double frequency_penalty; /* 0: off */
+    double presence_penalty;  /* 0: off */
+} cspec_sampling;
+
+/* Turns a row of logits into the distribution that the settings mean, in the order of llama.cpp's default
+ * sampler chain: logit bias, penalties, top-k, top-p, min-p, temperature.
+ *
+ *   logits       [n_vocab]
+ *   probs        [n_vocab] out; may be logits itself
+ *   seen_ids     [n_seen] the distinct ids in the penalty window; ids outside [0, n_vocab) are passed over
+ *   seen_counts  [n_seen] how often each occurs there
+ *   bias_ids     [n_bias], bias [n_bias]: added to the logits; ids outside [0, n_vocab) are passed over
+ *   scratch      [n_vocab] overwritten
+ *
+ * Probabilities below FLT_MIN are zero. Returns a status; on any but CSPEC_OK probs is unspecified. */
+int cspec_probabilities(const float *logits, float *probs, size_t n_vocab, const cspec_sampling *sampling,
+                        const int32_t *seen_ids, const int32_t *seen_counts, size_t n_seen,
+                        const int32_t *bias_ids, const float *bias, size_t n_bias, int32_t *scratch);
+
+/* ---- verification (verify.c) ---------------------------------------------------------------------- */
+
+/* Draws an id from normalise(max(scale * p - q, 0)) by inversion of u in [0, 1); q may be null for zero.
+ * Only an id of positive weight is returned. Where no weight is positive (p == q up to rounding) it draws
+ * from p.
+ *
+ *   p, q  [n_vocab] */
+int32_t cspec_draw(const float *p, const float *q, double scale, size_t n_vocab, double u);
+
+/* The token rule (Leviathan, Kalman, Matias, ICML 2023, algorithm 1).
+ *
+ *   p         [gamma + 1] rows [n_vocab]
+ *   q         [gamma] rows [n_vocab], what each drafted token was drawn from
+ *   drafted   [gamma]
+ *   u_accept  [gamma] in [0, 1), u_draw in [0, 1)
+ *   token     out: the token after the accepted ones
+ *
+ * Returns how many drafted tokens are accepted, 0 to gamma. */
+int32_t cspec_verify_token(const float *const *p, const float *const *q, const int32_t *drafted,
+                           int32_t gamma, size_t n_vocab, const double *u_accept, double u_draw,
+                           int32_t *token);
+
+#endif

@@ -1,0 +1,5 @@
+"""`python -m pyspec` is `pyspec`."""
+
+from pyspec.cli import main
+
+main()
