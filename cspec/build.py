@@ -20,7 +20,8 @@ ffibuilder.set_source(
     '#include "cspec.h"',
     sources=SOURCES,
     include_dirs=["cspec"],
-    depends=["cspec/cspec.h"],
+    depends=[f"cspec/{path.name}" for path in sorted(HERE.glob("*.h"))],
+    libraries=["m"],
     # Contraction into fused multiply-adds would make results depend on the CPU's features.
     extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra"],
 )

@@ -62,26 +62,55 @@ int cspec_probabilities(const float *logits, float *probs, size_t n_vocab, const
                         const int32_t *seen_ids, const int32_t *seen_counts, size_t n_seen,
                         const int32_t *bias_ids, const float *bias, size_t n_bias, int32_t *scratch);
 
-/* ---- verification (verify.c) ---------------------------------------------------------------------- */
+/* ---- verification (verify.c) ----------------------------------------------------------------------
+ *
+ * Shapes that every rule shares:
+ *
+ *   p         [gamma + 1] rows [n_vocab]: the target's distributions
+ *   q         [gamma] rows [n_vocab]: what each drafted token was drawn from; a null row is one-hot at it
+ *   drafted   [gamma] ids
+ *   u_accept  [gamma] in [0, 1), u_draw in [0, 1)
+ *   token     out: the token after the accepted ones
+ *
+ * Each returns how many drafted tokens are accepted, 0 to gamma. */
 
 /* Draws an id from normalise(max(scale * p - q, 0)) by inversion of u in [0, 1); q may be null for zero.
  * Only an id of positive weight is returned. Where no weight is positive (p == q up to rounding) it draws
- * from p.
+ * from p; where p is zero too it returns -1.
  *
  *   p, q  [n_vocab] */
 int32_t cspec_draw(const float *p, const float *q, double scale, size_t n_vocab, double u);
 
-/* The token rule (Leviathan, Kalman, Matias, ICML 2023, algorithm 1).
- *
- *   p         [gamma + 1] rows [n_vocab]
- *   q         [gamma] rows [n_vocab], what each drafted token was drawn from
- *   drafted   [gamma]
- *   u_accept  [gamma] in [0, 1), u_draw in [0, 1)
- *   token     out: the token after the accepted ones
- *
- * Returns how many drafted tokens are accepted, 0 to gamma. */
+/* The token rule (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
+ * ICML 2023, algorithm 1). */
 int32_t cspec_verify_token(const float *const *p, const float *const *q, const int32_t *drafted,
                            int32_t gamma, size_t n_vocab, const double *u_accept, double u_draw,
                            int32_t *token);
+
+/* The block rule (Sun et al., "Block Verification Accelerates Speculative Decoding", 2024).
+ * It accepts at least as many tokens as the token rule on average. u_accept[i] belongs to drafted[i];
+ * every one of them is needed, whatever the others decide. */
+int32_t cspec_verify_block(const float *const *p, const float *const *q, const int32_t *drafted,
+                           int32_t gamma, size_t n_vocab, const double *u_accept, double u_draw,
+                           int32_t *token);
+
+/* What the block rule decides by. The number of accepted tokens is the largest t with t == 0 or
+ * u_accept[t - 1] < b[t]; given drafted, it is at least t with probability a[t].
+ *
+ *   a, b  [gamma + 1] out; a[0] and b[0] are 1 */
+void cspec_block_thresholds(const float *const *p, const float *const *q, const int32_t *drafted,
+                            int32_t gamma, size_t n_vocab, double *a, double *b);
+
+/* The id that maximises log p + Gumbel noise, never one with p == 0; -1 where all are. The noise depends
+ * on (seed, position, id) alone, so a draft and a target of similar distributions mostly choose alike.
+ *
+ *   p         [n_vocab]
+ *   position  absolute, of the token that is chosen */
+int32_t cspec_coupled_choice(const float *p, size_t n_vocab, uint64_t seed, uint64_t position);
+
+/* The coupled rule: the target makes its own choice at each position, starting at position, and a drafted
+ * token is accepted where it is that choice. What is emitted depends on the target and the seed alone. */
+int32_t cspec_verify_coupled(const float *const *p, const int32_t *drafted, int32_t gamma, size_t n_vocab,
+                             uint64_t seed, uint64_t position, int32_t *token);
 
 #endif
