@@ -113,4 +113,9 @@ int32_t cspec_coupled_choice(const float *p, size_t n_vocab, uint64_t seed, uint
 int32_t cspec_verify_coupled(const float *const *p, const int32_t *drafted, int32_t gamma, size_t n_vocab,
                              uint64_t seed, uint64_t position, int32_t *token);
 
+/* ---- abort (abort.c) ------------------------------------------------------------------------------ */
+
+/* llama.cpp's abort callback: whether a pass is to end early. flag: [1] int32_t, non-zero to end it. */
+_Bool cspec_abort_requested(void *flag);
+
 #endif

@@ -1,0 +1,83 @@
+"""Conversations to prompts, with the chat template that a model carries."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pyspec.errors import ModelError, UsageError
+from pyspec.llama import Model
+
+Message = Mapping[str, Any]
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Jinja's own tojson escapes for HTML, which is not what models were trained on.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.datetime.now().strftime(format_)
+
+
+def render(model: Model, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    """The prompt that a conversation is to this model.
+
+    The template comes from the model's file, so it runs sandboxed: it sees the conversation and nothing
+    else of the program or the machine.
+
+    Args:
+        model: Whose template to use.
+        messages: Each with "role" and "content", oldest first.
+        add_generation_prompt: End with the beginning of the assistant's turn.
+
+    Raises:
+        ModelError: The model has no template, or one that does not work.
+        UsageError: The template refuses this conversation.
+    """
+    source = model.chat_template
+    if source is None:
+        raise ModelError(f"{model.name} has no chat template: give the prompt as it is with --raw")
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"{model.name}: its chat template is damaged: {error}") from error
+    try:
+        return template.render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=_text(model, model.bos),
+            eos_token=_text(model, model.eos),
+        )
+    except Exception as error:
+        raise UsageError(f"{model.name}: its chat template refuses the messages: {error}") from error
+
+
+def prompt_ids(model: Model, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's turn. Raises as render does."""
+    text = render(model, messages)
+    bos = _text(model, model.bos)
+    if model.adds_bos and bos:
+        # The tokenizer adds it as well, and a model must not see it twice.
+        text = text.removeprefix(bos)
+    return model.tokenize(text)
+
+
+def _text(model: Model, token: int) -> str:
+    return model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""

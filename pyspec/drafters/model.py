@@ -1,0 +1,72 @@
+"""The draft model: a small model of the target's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pyspec.drafters import Proposal
+from pyspec.llama import Context
+from pyspec.sampling import Sampler
+
+
+class ModelDrafter:
+    """Draws each token from the draft's distribution, after the same transforms as the target's.
+
+    Args:
+        context: The draft's own; this drafter closes it.
+        n_vocab: Size of the target's vocabulary. Ids that only one of the two models has get q = 0.
+    """
+
+    def __init__(self, context: Context, n_vocab: int) -> None:
+        self.context = context
+        self._n_vocab = n_vocab
+        self._n_common = min(n_vocab, context.model.n_vocab)
+        self._q: npt.NDArray[np.float32] = np.zeros((0, n_vocab), np.float32)
+
+    def room(self, ids: Sequence[int]) -> int:
+        """Most tokens that fit: the last one drawn needs no cell. None after an id it does not have."""
+        unseen = ids[self.context.length :]
+        if any(token >= self.context.model.n_vocab for token in unseen):
+            return 0
+        return max(0, self.context.n_ctx - len(ids) + 1)
+
+    def catch_up(self, ids: Sequence[int]) -> None:
+        """Evaluate what the cache lacks of ids."""
+        self.context.evaluate(ids[self.context.length :])
+
+    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
+        """Draw gamma tokens one after another, feeding each back."""
+        self._reserve(gamma)
+        context, tokens = self.context, list[int]()
+        pending = ids[context.length :]
+        for index in range(gamma):
+            context.evaluate(pending, n_logits=1)
+            q = self._q[index]
+            sampler.distribution(
+                context.logits(-1)[: self._n_common],
+                [*ids, *tokens],
+                q[: self._n_common],
+                source="draft",
+            )
+            pending = [sampler.draw_draft(q, round_=round_, index=index, position=len(ids) + index)]
+            tokens += pending
+        return Proposal(tokens, list(self._q[:gamma]))
+
+    def _reserve(self, gamma: int) -> None:
+        if len(self._q) < gamma:
+            self._q = np.zeros((gamma, self._n_vocab), np.float32)
+
+    def roll_back(self, length: int) -> None:
+        """Cut the cache back to at most `length` positions."""
+        self.context.truncate(min(length, self.context.length))
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self.context.clear()
+
+    def close(self) -> None:
+        """Free the context; the model is its owner's."""
+        self.context.close()

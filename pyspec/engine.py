@@ -1,0 +1,287 @@
+"""The round: the draft proposes, the target checks all proposals in one pass, a rule decides.
+
+Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+
+Between rounds the target's cache covers every committed token but the last, which is pending: the next
+pass evaluates it together with the drafted ones. Plain decoding is the same round with nothing drafted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from pyspec.drafters import Drafter, Proposal
+from pyspec.drafters.model import ModelDrafter
+from pyspec.errors import ContextOverflowError, PyspecError, UsageError
+from pyspec.llama import Context, Model, RollbackError
+from pyspec.metrics import Statistics
+from pyspec.output import Output, Piece, Source
+from pyspec.sampling import Rule, Sampler, SamplingParams
+from pyspec.vocab import check_same_vocabulary
+
+DEFAULT_GAMMA = 4
+DEFAULT_CONTEXT = 4096
+# Rows of logits of the widest target pass; gamma is less than this.
+MAX_WIDTH = 64
+
+
+class Engine:
+    """A target, perhaps a draft, and their caches. One request at a time.
+
+    Args:
+        target: The model whose text is wanted: a loaded Model or a file.
+        draft: A small model of the same vocabulary, or None for plain decoding.
+        gamma: Tokens drafted a round.
+        n_ctx: Positions of context: prompt and output together.
+        n_batch: Most tokens of one pass of the prefill.
+        threads: Threads of the target; by default one a physical core.
+        draft_threads: Threads of the draft; by default as many as the target's.
+        draft_ctx: Positions of the draft's context; beyond it nothing is drafted.
+
+    Raises:
+        ModelError: A model cannot be loaded.
+        VocabularyMismatchError: The draft's token ids do not mean what the target's do.
+        UsageError: An argument is outside its range.
+    """
+
+    def __init__(
+        self,
+        target: Model | str | Path,
+        draft: Model | str | Path | None = None,
+        *,
+        gamma: int = DEFAULT_GAMMA,
+        n_ctx: int = DEFAULT_CONTEXT,
+        n_batch: int = 512,
+        threads: int | None = None,
+        draft_threads: int | None = None,
+        draft_ctx: int | None = None,
+    ) -> None:
+        for name, value in (
+            ("n_ctx", n_ctx),
+            ("n_batch", n_batch),
+            ("threads", threads),
+            ("draft_threads", draft_threads),
+            ("draft_ctx", draft_ctx),
+        ):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be 1 or more, not {value}")
+        self.gamma = _checked_gamma(gamma)
+        self._owned: list[Model | Context | Drafter] = []
+        self._request = 0
+        try:
+            self.target = self._load(target)
+            self.draft = None if draft is None else self._load(draft)
+            if self.draft is not None:
+                check_same_vocabulary(self.target, self.draft)
+            self._context = Context(
+                self.target, n_ctx=n_ctx, n_batch=n_batch, n_logits=MAX_WIDTH, threads=threads
+            )
+            self._owned.append(self._context)
+            self._drafter: Drafter | None = None
+            if self.draft is not None:
+                draft_context = Context(
+                    self.draft,
+                    n_ctx=draft_ctx or n_ctx,
+                    n_batch=n_batch,
+                    threads=draft_threads or threads,
+                )
+                self._drafter = ModelDrafter(draft_context, self.target.n_vocab)
+                self._owned.append(self._drafter)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, model: Model | str | Path) -> Model:
+        if isinstance(model, Model):
+            return model
+        loaded = Model(model)
+        self._owned.append(loaded)
+        return loaded
+
+    @property
+    def n_ctx(self) -> int:
+        """Positions of context: prompt and output together."""
+        return self._context.n_ctx
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        gamma: int | None = None,
+        rule: Rule = Rule.BLOCK,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Piece]:
+        """Write a continuation of the prompt.
+
+        The iterator may be abandoned at any point. The next request ends it.
+
+        Args:
+            prompt: Text, tokenized with the model's own beginning (such as BOS), or token ids as they are.
+            params: Sampling settings; llama.cpp's defaults if None.
+            gamma: Tokens drafted a round, instead of the engine's; 0 decodes plainly.
+            rule: How drafted tokens are verified.
+            on_prefill: Called with how many of the prompt's tokens are evaluated, and how many there are.
+
+        Yields:
+            A piece a round; the last has the statistics.
+
+        Raises:
+            UsageError: The prompt is empty, or gamma is outside its range.
+            ContextOverflowError: The prompt does not fit in the context.
+            LogitsError: A model produced logits from which no distribution follows.
+        """
+        params = params or SamplingParams()
+        gamma = self.gamma if gamma is None else _checked_gamma(gamma)
+        ids = self.target.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_prompt(ids)
+        self._request += 1
+        return self._run(
+            ids,
+            params,
+            Sampler(params, self.target.n_vocab, rule),
+            gamma,
+            on_prefill,
+            self._request,
+        )
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise UsageError("the prompt is empty: there is nothing to continue")
+        if len(ids) > self.n_ctx:
+            raise ContextOverflowError(
+                f"the prompt has {len(ids)} tokens and the context {self.n_ctx}: "
+                "shorten the prompt or ask for a larger context"
+            )
+        for token in ids:
+            if not 0 <= token < self.target.n_vocab:
+                raise UsageError(
+                    f"the prompt has token id {token}, outside 0 to {self.target.n_vocab - 1}"
+                )
+
+    def _run(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        sampler: Sampler,
+        gamma: int,
+        on_prefill: Callable[[int, int], None] | None,
+        request: int,
+    ) -> Iterator[Piece]:
+        """The rounds of a request. ids holds the committed tokens, prompt and output."""
+        start = time.perf_counter()
+        n_prompt = len(ids)
+        statistics = Statistics(prompt_tokens=n_prompt, seed=sampler.seed)
+        # The last token of a full context is written and never evaluated.
+        n_end = self.n_ctx + 1
+        if params.max_tokens is not None:
+            n_end = min(n_end, n_prompt + params.max_tokens)
+        output = Output(self.target, params.stop)
+        try:
+            with statistics.timed("prefill_s"):
+                self._prefill(ids, self._clamp(gamma, ids, n_end) > 0, on_prefill)
+            while not output.finish_reason:
+                if request != self._request:
+                    raise PyspecError("another request was started on this engine")
+                with statistics.timed("decode_s"):
+                    emitted = self._round(ids, self._clamp(gamma, ids, n_end), sampler, statistics)
+                    shown = output.push(emitted)
+                    ids += [token for token, _ in emitted]
+                    del ids[n_prompt + output.n_tokens :]
+                    if output.finish_reason or len(ids) >= n_end:
+                        shown += output.finish("length")
+                    else:
+                        self._roll_back(len(ids) - 1)
+                statistics.completion_tokens = output.n_tokens
+                if statistics.ttft_s is None and any(token.text for token in shown):
+                    statistics.ttft_s = time.perf_counter() - start
+                if output.finish_reason:
+                    statistics.finish_reason = output.finish_reason
+                yield Piece(tuple(shown), statistics if output.finish_reason else None)
+        finally:
+            if request == self._request:
+                self._settle(len(ids) - 1)
+
+    def _clamp(self, gamma: int, ids: Sequence[int], n_end: int) -> int:
+        """Tokens to draft: no more than are wanted, than fit in one pass, or than the drafter can."""
+        if self._drafter is None:
+            return 0
+        wanted = n_end - len(ids) - 1
+        return max(0, min(gamma, wanted, self._context.n_logits - 1, self._drafter.room(ids)))
+
+    def _prefill(
+        self, ids: Sequence[int], drafting: bool, on_prefill: Callable[[int, int], None] | None
+    ) -> None:
+        """Evaluate all of the prompt but its last token, split alike with and without a draft."""
+        self._context.clear()
+        if self._drafter is not None:
+            self._drafter.clear()
+        n_batch, covered = self._context.n_batch, len(ids) - 1
+        for start in range(0, covered, n_batch):
+            self._context.evaluate(ids[start : min(start + n_batch, covered)])
+            if on_prefill is not None:
+                on_prefill(self._context.length, covered)
+        if self._drafter is not None and drafting:
+            self._drafter.catch_up(ids[:covered])
+
+    def _round(
+        self, ids: list[int], gamma: int, sampler: Sampler, statistics: Statistics
+    ) -> list[tuple[int, Source]]:
+        """Draft gamma tokens, check them, and return the accepted ones and the one that follows."""
+        round_ = statistics.rounds
+        proposal = Proposal()
+        if gamma > 0 and self._drafter is not None:
+            with statistics.timed("draft_s"):
+                proposal = self._drafter.propose(ids, gamma, sampler, round_=round_)
+        drafted = list(proposal.tokens)
+        with statistics.timed("verify_s"):
+            self._context.evaluate([ids[-1], *drafted], n_logits=len(drafted) + 1)
+        with statistics.timed("sample_s"):
+            p = [self._context.logits(row) for row in range(len(drafted) + 1)]
+            for row, logits in enumerate(p):
+                sampler.distribution(logits, [*ids, *drafted[:row]], logits, source="target")
+            verdict = sampler.verify(p, proposal.q, drafted, round_=round_, position=len(ids))
+        statistics.count_round(len(drafted), verdict.accepted)
+        accepted = [(token, Source.DRAFT) for token in drafted[: verdict.accepted]]
+        return [*accepted, (verdict.token, Source.TARGET)]
+
+    def _roll_back(self, length: int) -> None:
+        """Cut both caches back to what is committed."""
+        self._context.truncate(length)
+        if self._drafter is not None:
+            self._drafter.roll_back(length)
+
+    def _settle(self, length: int) -> None:
+        """Leave caches that the next request can use, whatever ended this one."""
+        try:
+            self._roll_back(length)
+        except RollbackError:
+            self._context.clear()
+            if self._drafter is not None:
+                self._drafter.clear()
+
+    def close(self) -> None:
+        """Free the contexts, and the models that this engine loaded."""
+        self._request += 1
+        while self._owned:
+            self._owned.pop().close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _checked_gamma(gamma: int) -> int:
+    if not 0 <= gamma < MAX_WIDTH:
+        raise UsageError(f"gamma must be from 0 to {MAX_WIDTH - 1}, not {gamma}")
+    return gamma

@@ -1,0 +1,437 @@
+"""Models and contexts of llama.cpp. The only module that imports llama_cpp.
+
+A Model is a loaded GGUF file with its vocabulary; a Context evaluates tokens of one sequence with it and
+holds the sequence's KV cache. llama.cpp's own log lines go to the logger "pyspec.llama".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from pyspec._cspec import ffi, lib
+from pyspec.errors import ModelError, PyspecError
+from pyspec.gguf_file import check_gguf
+
+Logits = npt.NDArray[np.float32]
+_Result = TypeVar("_Result")
+
+log = logging.getLogger("pyspec.llama")
+
+
+class RollbackError(PyspecError):
+    """A context could not drop the end of its sequence."""
+
+
+# ---- llama.cpp's log ---------------------------------------------------------------------------------
+
+_LOG_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}
+_CONTINUED = 5
+# llama.cpp says why a call failed only in its log, so its last complaints are kept for the message.
+_complaints: deque[str] = deque(maxlen=8)
+_last_level = logging.DEBUG
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _to_logging(level: int, text: bytes, _: object) -> None:
+    global _last_level
+    if level != _CONTINUED:
+        _last_level = _LOG_LEVELS.get(level, logging.DEBUG)
+    line = text.decode("utf-8", "replace").strip(" \n.")
+    if line:
+        log.log(_last_level, "%s", line)
+        if _last_level == logging.WARNING:
+            _complaints.append(line)
+
+
+llama_cpp.llama_log_set(_to_logging, None)
+llama_cpp.llama_backend_init()
+
+
+def _why() -> str:
+    """The first of llama.cpp's last complaints, the one nearest to the cause."""
+    return _complaints[0] if _complaints else "llama.cpp gave no reason"
+
+
+# ---- calls that Ctrl-C can end -----------------------------------------------------------------------
+
+# Every pass of every context runs on this one thread: a signal reaches the waiting main thread at once,
+# and OpenMP, which keeps a pool of threads per caller, has one pool to keep.
+_worker: ThreadPoolExecutor | None = None
+_abort = np.zeros(1, dtype=np.int32)
+_ABORT_CALLBACK = ctypes.cast(
+    int(ffi.cast("uintptr_t", ffi.addressof(lib, "cspec_abort_requested"))),
+    llama_cpp.ggml_abort_callback,
+)
+
+
+def _interruptible(call: Callable[[], _Result]) -> _Result:
+    """Run a pass on the worker thread; an exception in the waiting thread ends the pass first."""
+    global _worker
+    if _worker is None:
+        _worker = ThreadPoolExecutor(1, thread_name_prefix="pyspec-llama")
+    future = _worker.submit(call)
+    try:
+        return future.result()
+    except BaseException:
+        _abort[0] = 1
+        try:
+            future.exception()
+        finally:
+            _abort[0] = 0
+        raise
+
+
+def _forget_worker() -> None:
+    """In a forked child the thread does not exist."""
+    global _worker
+    _worker = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_worker)
+
+
+def default_threads() -> int:
+    """Physical cores that this process may run on: more threads than that fight for the same units."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
+
+
+def version() -> str:
+    """llama-cpp-python's version, which names the llama.cpp inside it."""
+    return str(llama_cpp.__version__)
+
+
+def system_info() -> str:
+    """The CPU features that llama.cpp was built with, as it prints them."""
+    return str(llama_cpp.llama_print_system_info().decode().strip(" |\n"))
+
+
+# ---- models ------------------------------------------------------------------------------------------
+
+
+class Model:
+    """A GGUF file, loaded for the CPU, and its vocabulary.
+
+    Args:
+        path: The file.
+        use_extra_bufts: Let llama.cpp repack the weights for its own kernels. Their results depend on how
+            many tokens are evaluated together, so it is off: see docs/exactness.md.
+
+    Raises:
+        ModelError: The file is missing, not a GGUF, truncated, of an unknown kind or too large.
+    """
+
+    def __init__(self, path: str | Path, *, use_extra_bufts: bool = False) -> None:
+        self.path = Path(path)
+        self._handle = None
+        check_gguf(self.path)
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = use_extra_bufts
+        _complaints.clear()
+        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        if not self._handle:
+            raise ModelError(f"{self.path}: llama.cpp cannot load this model: {_why()}")
+        if not llama_cpp.llama_model_has_decoder(self._handle) or llama_cpp.llama_model_has_encoder(
+            self._handle
+        ):
+            self.close()
+            raise ModelError(f"{self.path}: not a decoder-only language model")
+        self._vocab = llama_cpp.llama_model_get_vocab(self._handle)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(self._handle)
+        self.bos: int = llama_cpp.llama_vocab_bos(self._vocab)
+        self.eos: int = llama_cpp.llama_vocab_eos(self._vocab)
+        self.adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(self._vocab))
+        self.adds_eos = bool(llama_cpp.llama_vocab_get_add_eos(self._vocab))
+        self.vocab_type: int = llama_cpp.llama_vocab_type(self._vocab)
+        self._piece_buffer = ctypes.create_string_buffer(256)
+
+    @property
+    def handle(self) -> Any:
+        """The llama_model pointer.
+
+        Raises:
+            ModelError: The model was closed.
+        """
+        if not self._handle:
+            raise ModelError(f"{self.path}: the model is closed")
+        return self._handle
+
+    @property
+    def name(self) -> str:
+        """The file's name, for messages."""
+        return self.path.name
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some of its memory is a recurrent state, which has no cells to remove."""
+        return bool(
+            llama_cpp.llama_model_is_recurrent(self.handle)
+            or llama_cpp.llama_model_is_hybrid(self.handle)
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes of all weights."""
+        return int(llama_cpp.llama_model_size(self.handle))
+
+    def kv_bytes(self, n_ctx: int) -> int:
+        """Bytes of an F16 KV cache of n_ctx positions, as far as the header tells."""
+        heads_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
+        heads = max(1, int(llama_cpp.llama_model_n_head(self.handle)))
+        head_size = int(llama_cpp.llama_model_n_embd(self.handle)) // heads
+        return (
+            2 * 2 * n_ctx * int(llama_cpp.llama_model_n_layer(self.handle)) * heads_kv * head_size
+        )
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the model's chat template."""
+        template = llama_cpp.llama_model_chat_template(self.handle, None)
+        return template.decode("utf-8", "replace") if template else None
+
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: What to tokenize.
+            add_special: Add the tokens with which the model wants a text to begin and end, such as BOS.
+            parse_special: Read texts such as <|im_end|> as the special tokens that they name.
+        """
+        data = text.encode("utf-8", "surrogateescape")
+        size = len(data) + 8
+        while True:
+            buffer = (llama_cpp.llama_token * size)()
+            n = llama_cpp.llama_tokenize(
+                self._vocab, data, len(data), buffer, size, add_special, parse_special
+            )
+            if n >= 0:
+                return list(buffer[:n])
+            size = -n
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes that a token adds to a text; control tokens add none unless `special`."""
+        while True:
+            buffer = self._piece_buffer
+            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            self._piece_buffer = ctypes.create_string_buffer(-n)
+
+    def token_text(self, token: int) -> bytes:
+        """The token as the vocabulary spells it, before any decoding to bytes."""
+        return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
+
+    def is_unused(self, token: int) -> bool:
+        """Whether the file marks this id as padding that stands for no text."""
+        return bool(
+            llama_cpp.llama_vocab_get_attr(self._vocab, token) & llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
+        )
+
+    def is_end(self, token: int) -> bool:
+        """Whether the token ends a generation (EOS, end of turn, and their like)."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def close(self) -> None:
+        """Free the weights. Contexts of this model must have been closed before."""
+        if self._handle:
+            llama_cpp.llama_model_free(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+# ---- contexts ----------------------------------------------------------------------------------------
+
+
+class Context:
+    """One sequence under evaluation: positions 0 to length - 1 are in its KV cache.
+
+    Args:
+        model: What to evaluate with.
+        n_ctx: Positions that the cache has room for.
+        n_batch: Most tokens of one pass; longer evaluations are split at multiples of it.
+        n_logits: Most rows of logits asked of one evaluation.
+        threads: Threads of a pass.
+
+    Raises:
+        ModelError: llama.cpp could not make the context, usually for want of memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_batch: int = 512,
+        n_logits: int = 1,
+        threads: int | None = None,
+    ) -> None:
+        self._handle = None
+        self._batch: Any = None
+        self.model = model
+        self.n_batch = min(n_batch, n_ctx)
+        self.n_logits = min(n_logits, self.n_batch)
+        self.threads = threads or default_threads()
+        self.length = 0
+        self._n_rows = 0
+        self._check_memory(n_ctx)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = params.n_ubatch = self.n_batch
+        params.n_seq_max = 1
+        params.n_outputs_max = params.n_outputs_max_per_seq = self.n_logits
+        params.n_threads = params.n_threads_batch = self.threads
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.swa_full = True
+        params.offload_kqv = False
+        params.op_offload = False
+        params.abort_callback = _ABORT_CALLBACK
+        params.abort_callback_data = _abort.ctypes.data
+        _complaints.clear()
+        self._handle = llama_cpp.llama_init_from_model(model.handle, params)
+        if not self._handle:
+            raise ModelError(f"{model.path}: no context of {n_ctx} tokens: {_why()}")
+        self._memory = llama_cpp.llama_get_memory(self._handle)
+        # llama.cpp rounds the size up; the size that was asked for is the one that counts.
+        self.n_ctx = n_ctx
+        self._batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
+
+    def _check_memory(self, n_ctx: int) -> None:
+        """Refuse a cache larger than free memory: Linux would grant it and kill the process later."""
+        needed, free = self.model.kv_bytes(n_ctx), psutil.virtual_memory().available
+        if needed > free:
+            raise ModelError(
+                f"{self.model.path}: a context of {n_ctx} tokens needs {needed / 1e9:.1f} GB of KV cache "
+                f"and {free / 1e9:.1f} GB of memory is free: ask for a smaller context"
+            )
+
+    @property
+    def handle(self) -> Any:
+        """The llama_context pointer.
+
+        Raises:
+            ModelError: The context was closed.
+        """
+        if not self._handle:
+            raise ModelError(f"{self.model.path}: the context is closed")
+        return self._handle
+
+    def evaluate(self, tokens: Sequence[int], *, n_logits: int = 0) -> None:
+        """Append tokens to the sequence, in passes of at most n_batch.
+
+        Args:
+            tokens: [n] ids; position length and following.
+            n_logits: How many of the last tokens' logits to compute; all of these must be in one pass.
+
+        Raises:
+            ModelError: A pass failed. The sequence is as before.
+        """
+        start = self.length
+        if start + len(tokens) > self.n_ctx:
+            raise ModelError(
+                f"{self.model.name}: {len(tokens)} tokens after {start} overflow a context of {self.n_ctx}"
+            )
+        if n_logits > self.n_logits or n_logits > len(tokens):
+            raise ValueError(f"{n_logits} rows of logits asked of {len(tokens)} tokens")
+        try:
+            for offset in range(0, len(tokens), self.n_batch):
+                chunk = tokens[offset : offset + self.n_batch]
+                is_last = offset + len(chunk) == len(tokens)
+                self._pass(chunk, n_logits if is_last else 0)
+        except BaseException:
+            self._remove_from(start)
+            raise
+
+    def _pass(self, tokens: Sequence[int], n_logits: int) -> None:
+        batch, n = self._batch, len(tokens)
+        if n_logits > n:
+            raise ValueError(f"the last {n_logits} tokens do not lie in one pass of {n}")
+        batch.n_tokens = n
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = self.length + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = i >= n - n_logits
+        _complaints.clear()
+        handle = self.handle
+        status = _interruptible(lambda: llama_cpp.llama_decode(handle, batch))
+        if status != 0:
+            raise ModelError(
+                f"{self.model.name}: evaluating {n} tokens at position {self.length} failed "
+                f"with status {status}: {_why()}"
+            )
+        self.length += n
+        self._n_rows = n_logits
+
+    def logits(self, row: int) -> Logits:
+        """A view of llama.cpp's own row of logits, valid until the next evaluation.
+
+        Args:
+            row: Index among the rows asked for; negative ones count from the last.
+
+        Returns:
+            [n_vocab] float32, writeable.
+        """
+        if not -self._n_rows <= row < self._n_rows:
+            raise ValueError(f"row {row} of {self._n_rows} rows of logits")
+        pointer = llama_cpp.llama_get_logits_ith(
+            self.handle, row - self._n_rows if row >= 0 else row
+        )
+        return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
+
+    def truncate(self, length: int) -> None:
+        """Roll back: forget every position from `length` on.
+
+        Raises:
+            RollbackError: The model's memory cannot drop its end. The sequence has been forgotten whole.
+        """
+        if not self._remove_from(length):
+            raise RollbackError(
+                f"{self.model.name}: its memory cannot roll back to position {length}: "
+                "decode without a draft"
+            )
+
+    def _remove_from(self, length: int) -> bool:
+        removed = bool(llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1))
+        if removed:
+            self.length = min(self.length, length)
+        else:
+            self.clear()
+        return removed
+
+    def clear(self) -> None:
+        """Forget the sequence."""
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self.length = 0
+
+    def close(self) -> None:
+        """Free the cache and buffers."""
+        if self._batch is not None:
+            llama_cpp.llama_batch_free(self._batch)
+            self._batch = None
+        if self._handle:
+            llama_cpp.llama_free(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
