@@ -2,6 +2,7 @@
 
 from .file import write_file
 from .llama import write_llama
+from .memory import write_gemma3, write_jamba, write_lfm2, write_mamba
 from .reference import Reference, softmax
 from .vocabulary import CHATML, Vocabulary, all_bytes, byte_level, sentence_piece, spell
 
@@ -15,5 +16,9 @@ __all__ = [
     "softmax",
     "spell",
     "write_file",
+    "write_gemma3",
+    "write_jamba",
+    "write_lfm2",
     "write_llama",
+    "write_mamba",
 ]

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 from .vocabulary import Vocabulary
+from .weights import Array
 
 F32 = GGMLQuantizationType.F32
-Array = np.ndarray
-Parameter = int | float | bool | str | list[int] | list[float] | list[bool]
-
-# Every matrix is the leading block of one this large, so a narrow model is a part of a wide one.
-WIDEST = 256
-
-
-def gaussian(seed: int, name: str, rows: int, columns: int, *, noise: float = 0.0) -> Array:
-    """A matrix of independent normal numbers that depends on the seed and the name alone.
-
-    A smaller matrix is the leading block of a larger one. ``noise`` is the share of the variance
-    that comes from other, independent numbers.
-    """
-
-    def draw(stream: int) -> Array:
-        generator = np.random.default_rng([seed, crc32(name.encode()), stream])
-        return generator.standard_normal((rows, 2 * WIDEST), dtype=np.float32)[:, :columns]
-
-    if not noise:
-        return draw(0)
-    return np.sqrt(np.float32(1 - noise)) * draw(0) + np.sqrt(np.float32(noise)) * draw(1)
+Parameter = int | float | bool | str | list[int] | list[bool]
 
 
 def write_file(
@@ -48,7 +28,6 @@ def write_file(
     """Write a model file, its matrices in ``weight_type`` and its vectors in F32.
 
     A parameter's name lacks the architecture in front: "block_count" becomes "llama.block_count".
-    Tensors are (rows, columns), where a product with a vector of ``columns`` gives one of ``rows``.
     """
     writer = GGUFWriter(path, architecture)
     for name, value in parameters.items():
@@ -65,7 +44,7 @@ def write_file(
             writer.add_array(key, value)
     _add_vocabulary(writer, vocabulary)
     for name, tensor in tensors.items():
-        if tensor.ndim == 2 and name.endswith("weight") and weight_type != F32:
+        if tensor.ndim == 2 and weight_type != F32:
             writer.add_tensor(name, quantize(tensor, weight_type), raw_dtype=weight_type)
         else:
             writer.add_tensor(name, np.ascontiguousarray(tensor, dtype=np.float32))

@@ -10,7 +10,7 @@ from types import TracebackType
 import llama_cpp
 import numpy as np
 
-from .file import Array
+from .weights import Array
 
 
 class Reference:
