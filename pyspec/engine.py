@@ -35,7 +35,8 @@ class Engine:
         target: The model whose text is wanted: a loaded Model or a file.
         draft: A small model of the same vocabulary, or None for plain decoding.
         gamma: Tokens drafted a round.
-        n_ctx: Positions of context: prompt and output together.
+        n_ctx: Positions of context: prompt and output together. By default 4096, or as many as the target
+            was trained for if that is less.
         n_batch: Most tokens of one pass of the prefill.
         threads: Threads of the target; by default one a physical core.
         draft_threads: Threads of the draft; by default as many as the target's.
@@ -53,7 +54,7 @@ class Engine:
         draft: Model | str | Path | None = None,
         *,
         gamma: int = DEFAULT_GAMMA,
-        n_ctx: int = DEFAULT_CONTEXT,
+        n_ctx: int | None = None,
         n_batch: int = 512,
         threads: int | None = None,
         draft_threads: int | None = None,
@@ -76,6 +77,7 @@ class Engine:
             self.draft = None if draft is None else self._load(draft)
             if self.draft is not None:
                 check_same_vocabulary(self.target, self.draft)
+            n_ctx = n_ctx or min(DEFAULT_CONTEXT, self.target.n_ctx_train)
             self._context = Context(
                 self.target, n_ctx=n_ctx, n_batch=n_batch, n_logits=MAX_WIDTH, threads=threads
             )

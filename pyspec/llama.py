@@ -111,8 +111,13 @@ def default_threads() -> int:
 
 
 def version() -> str:
-    """llama-cpp-python's version, which names the llama.cpp inside it."""
+    """llama-cpp-python's version."""
     return str(llama_cpp.__version__)
+
+
+def llama_cpp_version() -> str:
+    """The version of the llama.cpp inside it."""
+    return str(llama_cpp.llama_version().decode())
 
 
 def system_info() -> str:

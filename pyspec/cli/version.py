@@ -1,0 +1,20 @@
+"""What `pyspec --version` says."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+
+def version_text() -> str:
+    """Versions of pyspec and llama.cpp, and the CPU features in use."""
+    from pyspec import llama
+
+    features = re.findall(r"(\w+) = 1\b", llama.system_info())
+    return "\n".join(
+        (
+            f"pyspec {metadata.version('pyspec')}",
+            f"llama.cpp {llama.llama_cpp_version()} in llama-cpp-python {llama.version()}",
+            f"CPU features: {', '.join(features)}",
+        )
+    )
