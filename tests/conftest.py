@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
 import pytest
 
-from tests.models import Vocabulary, byte_level, write_llama
+from tests.models import Vocabulary, all_bytes, byte_level, write_llama
 
-LEVELS = {2: logging.WARNING, 3: logging.ERROR}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _llama_log() -> Iterator[None]:
-    """Send llama.cpp's warnings to the log, which pytest shows when a test fails."""
-    logger = logging.getLogger("llama.cpp")
-
-    @llama_cpp.llama_log_callback
-    def log(level: int, text: bytes, _data: ctypes.c_void_p) -> None:
-        if level in LEVELS:
-            logger.log(LEVELS[level], "%s", text.decode(errors="replace").rstrip())
-
-    llama_cpp.llama_log_set(log, ctypes.c_void_p())
-    yield
-    # The callback is about to go: llama.cpp must not call it when the process ends.
-    llama_cpp.llama_log_set(_silent, ctypes.c_void_p())
+ERROR = 4  # of ggml_log_level
 
 
 @llama_cpp.llama_log_callback
-def _silent(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
-    pass
+def _log(level: int, text: bytes, _data: ctypes.c_void_p) -> None:
+    """Send llama.cpp's errors to the log, which pytest shows when a test fails."""
+    if level == ERROR:
+        logging.getLogger("llama.cpp").error("%s", text.decode(errors="replace").rstrip())
+
+
+# Here and not in a fixture, so that a callback that the package sets later stays in force.
+llama_cpp.llama_log_set(_log, ctypes.c_void_p())
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +47,15 @@ def tiny_target(models: Path, vocabulary: Vocabulary) -> Path:
 def tiny_draft(models: Path, vocabulary: Vocabulary) -> Path:
     """A draft for it: its leading part, of one layer and half the width."""
     return write_llama(models / "draft.gguf", vocabulary, width=32, layers=1)
+
+
+@pytest.fixture(scope="session")
+def chat_target(models: Path) -> Path:
+    """A target with a chat template, which tokenises any text."""
+    return write_llama(models / "chat-target.gguf", all_bytes())
+
+
+@pytest.fixture(scope="session")
+def chat_draft(models: Path) -> Path:
+    """A draft for it."""
+    return write_llama(models / "chat-draft.gguf", all_bytes(), width=32, layers=1)

@@ -63,6 +63,44 @@ def write_lfm2(path: Path, vocabulary: Vocabulary, *, seed: int = 1) -> Path:
     return write_file(path, "lfm2", vocabulary, parameters, weights.tensors)
 
 
+def write_qwen35(path: Path, vocabulary: Vocabulary, *, seed: int = 1) -> Path:
+    """Write a hybrid of a gated delta net and a gated attention layer, which offers snapshots."""
+    weights = Weights(seed, WIDTH)
+    key_heads, value_heads = 2, 4
+    keys, values = HEAD * key_heads, HEAD * value_heads
+    for layer in range(2):
+        weights.norm(f"blk.{layer}.attn_norm")
+        weights.feed_forward(layer)
+        norm = weights.tensors.pop(f"blk.{layer}.ffn_norm.weight")
+        weights.tensors[f"blk.{layer}.post_attention_norm.weight"] = norm
+    weights.matrix("blk.0.attn_qkv", 2 * keys + values, WIDTH, gain=2.0)
+    weights.matrix("blk.0.attn_gate", values, WIDTH)
+    weights.matrix("blk.0.ssm_conv1d", 2 * keys + values, KERNEL, gain=2.0)
+    weights.matrix("blk.0.ssm_beta", value_heads, WIDTH)
+    weights.matrix("blk.0.ssm_alpha", value_heads, WIDTH)
+    weights.norm("blk.0.ssm_norm", HEAD)
+    weights.tensors["blk.0.ssm_dt.bias"] = np.zeros(value_heads)
+    weights.tensors["blk.0.ssm_a"] = -np.arange(1.0, value_heads + 1) / value_heads / 4
+    weights.into_residual("blk.0.ssm_out", 0, values, MIXER)
+    weights.attention(1, normed=True)
+    weights.matrix("blk.1.attn_q", 2 * WIDTH, WIDTH, gain=2.0)  # of each head, the query and a gate
+    weights.ends(vocabulary)
+    parameters = {
+        **_common(vocabulary),
+        "attention.key_length": HEAD,
+        "attention.value_length": HEAD,
+        "full_attention_interval": 2,
+        "rope.dimension_count": HEAD,
+        "rope.dimension_sections": [HEAD // 2, 0, 0, 0],
+        "ssm.conv_kernel": KERNEL,
+        "ssm.inner_size": values,
+        "ssm.state_size": HEAD,
+        "ssm.time_step_rank": value_heads,
+        "ssm.group_count": key_heads,
+    }
+    return write_file(path, "qwen35", vocabulary, parameters, weights.tensors)
+
+
 def write_gemma3(path: Path, vocabulary: Vocabulary, *, seed: int = 1, window: int = 16) -> Path:
     """Write a model whose first layer sees a window of positions, and the second all of them."""
     weights = Weights(seed, WIDTH)

@@ -128,7 +128,7 @@ def all_bytes() -> Vocabulary:
     merges = [("h", "e"), ("t", "he"), (" ", "the"), ("i", "n"), ("e", "r"), ("o", "n"), (" ", "a")]
     pieces: list[str | bytes] = [bytes([byte]) for byte in range(256)]
     pieces += [left + right for left, right in merges]
-    controls = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|im_start|>")
+    controls = ("<|begin_of_text|>", "<|im_end|>", "<|eot_id|>", "<|im_start|>")
     return _byte_level(controls, pieces, merges, chat_template=CHATML)
 
 
