@@ -55,12 +55,11 @@ typedef struct {
  *   seen_ids     [n_seen] the distinct ids in the penalty window; ids outside [0, n_vocab) are passed over
  *   seen_counts  [n_seen] how often each occurs there
  *   bias_ids     [n_bias], bias [n_bias]: added to the logits; ids outside [0, n_vocab) are passed over
- *   scratch      [n_vocab] overwritten
  *
  * Probabilities below FLT_MIN are zero. Returns a status; on any but CSPEC_OK probs is unspecified. */
 int cspec_probabilities(const float *logits, float *probs, size_t n_vocab, const cspec_sampling *sampling,
                         const int32_t *seen_ids, const int32_t *seen_counts, size_t n_seen,
-                        const int32_t *bias_ids, const float *bias, size_t n_bias, int32_t *scratch);
+                        const int32_t *bias_ids, const float *bias, size_t n_bias);
 
 /* ---- verification (verify.c) ----------------------------------------------------------------------
  *

@@ -158,7 +158,6 @@ class Sampler:
         )
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
         self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-        self._scratch = np.empty(n_vocab, np.int32)
 
     def distribution(
         self, logits: Probabilities, history: Sequence[int], out: Probabilities, *, source: str
@@ -186,7 +185,6 @@ class Sampler:
             ffi.from_buffer("int32_t[]", self._bias_ids),
             ffi.from_buffer("float[]", self._bias),
             len(self._bias_ids),
-            ffi.from_buffer("int32_t[]", self._scratch),
         )
         if status != lib.CSPEC_OK:
             raise LogitsError(
