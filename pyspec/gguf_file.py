@@ -57,7 +57,7 @@ class GgufInfo:
     architecture: str | None
     name: str | None
     parameters: int
-    file_type: str | None  # the quantisation's name, such as MOSTLY_Q4_K_M
+    file_type: str | None  # the quantisation's name, such as Q4_K_M
     tensor_types: dict[str, int]  # how many tensors are of each type
     context_length: int | None
     vocabulary_size: int | None
@@ -298,10 +298,10 @@ def _what_else(beginning: bytes) -> str:
 
 
 def _check_length(path: Path, header: _Header) -> None:
-    if len(header.content) < header.data_end():
+    present, needed = len(header.content), header.data_end()
+    if present < needed:
         raise ModelError(
-            f"{path} is truncated: it has {len(header.content)} bytes and needs {header.data_end()}; "
-            "download it again"
+            f"{path} is truncated: it has {present} bytes and needs {needed}; download it again"
         )
 
 
@@ -321,6 +321,6 @@ def _tensor_type_name(raw: int) -> str:
 
 def _file_type_name(raw: int) -> str:
     try:
-        return LlamaFileType(raw).name
+        return LlamaFileType(raw).name.removeprefix("MOSTLY_")
     except ValueError:
         return f"file type {raw}"

@@ -1,0 +1,60 @@
+"""How a download or a check shows on stderr: bars on a terminal, else a line for each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from pyspec.catalogue import Progress
+
+
+@contextmanager
+def transfer_progress() -> Iterator[Progress]:
+    """Provide what to pass as ``progress``; nothing shows before it is first called."""
+    if sys.stderr.isatty():
+        with _bars() as show:
+            yield show
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    from rich import progress
+    from rich.console import Console
+
+    with progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bars:
+        tasks: dict[str, progress.TaskID] = {}
+
+        def show(activity: str, done: int, total: int | None) -> None:
+            if total is None:
+                bars.console.print(activity, highlight=False)
+                return
+            if activity not in tasks:
+                tasks[activity] = bars.add_task(activity, total=total)
+            bars.update(tasks[activity], completed=done)
+
+        yield show
+
+
+def _lines() -> Progress:
+    shown: set[str] = set()
+
+    def show(activity: str, done: int, total: int | None) -> None:  # noqa: ARG001
+        if activity not in shown:
+            shown.add(activity)
+            size = "" if total is None else f" ({total / 1e6:.0f} MB)"
+            click.echo(f"{activity}{size}", err=True)
+
+    return show
