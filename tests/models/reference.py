@@ -92,5 +92,6 @@ class Reference:
 
 def softmax(logits: Array) -> Array:
     """Probabilities along the last axis, in double precision."""
-    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
-    return shifted / shifted.sum(axis=-1, keepdims=True)
+    weights = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    probabilities: Array = weights / weights.sum(axis=-1, keepdims=True)
+    return probabilities

@@ -117,7 +117,8 @@ def byte_level(size: int = 24) -> Vocabulary:
     pieces: list[str | bytes] = ["a", "b", "c", "d", " ", "\n", ".", "ab", " a"]
     pieces += [b"\xc3", b"\xa9", b"\xff", "e"]
     pieces += [smile[:1], smile[1:2], smile[2:3], smile[3:], smile[:2], smile[2:], "f", "cd"]
-    merges = [("a", "b"), (" ", "a"), ("c", "d"), (smile[:1], smile[1:2]), (smile[2:3], smile[3:])]
+    merges: list[tuple[str | bytes, str | bytes]] = [("a", "b"), (" ", "a"), ("c", "d")]
+    merges += [(smile[:1], smile[1:2]), (smile[2:3], smile[3:])]
     if not 4 <= size <= len(pieces) + 3:
         raise ValueError(f"size must be 4 to {len(pieces) + 3}")
     return _byte_level(("<s>", "</s>", "<|eot_id|>"), pieces[: size - 3], merges)

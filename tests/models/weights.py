@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from .vocabulary import Vocabulary
 
-Array = np.ndarray
+Array = np.ndarray[Any, np.dtype[Any]]
 
 WIDEST = 256
 HEAD = 16  # width of an attention head
@@ -27,7 +28,8 @@ FALL = 12  # channels to half magnitude: the leading ones, which a draft has, co
 
 def fall(channels: int) -> Array:
     """The relative magnitude of each channel; a narrower model's is the leading part."""
-    return (1 / (1 + np.arange(channels) / FALL)).astype(np.float32)
+    magnitudes: Array = 1 / (1 + np.arange(channels, dtype=np.float32) / np.float32(FALL))
+    return magnitudes
 
 
 def gaussian(seed: int, name: str, rows: int, columns: int, *, noise: float = 0.0) -> Array:
@@ -41,9 +43,10 @@ def gaussian(seed: int, name: str, rows: int, columns: int, *, noise: float = 0.
         generator = np.random.default_rng([seed, crc32(name.encode()), stream])
         return generator.standard_normal((rows, 2 * WIDEST), dtype=np.float32)[:, :columns]
 
-    if not noise:
-        return draw(0)
-    return np.sqrt(np.float32(1 - noise)) * draw(0) + np.sqrt(np.float32(noise)) * draw(1)
+    weights: Array = draw(0)
+    if noise:
+        weights = np.sqrt(np.float32(1 - noise)) * weights + np.sqrt(np.float32(noise)) * draw(1)
+    return weights
 
 
 class Weights:
