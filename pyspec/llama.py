@@ -315,7 +315,6 @@ class Context:
         self._handle = llama_cpp.llama_init_from_model(model.handle, params)
         if not self._handle:
             raise ModelError(f"{model.path}: no context of {n_ctx} tokens: {_why()}")
-        self._memory = llama_cpp.llama_get_memory(self._handle)
         # llama.cpp rounds the size up; the size that was asked for is the one that counts.
         self.n_ctx = n_ctx
         self._batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
@@ -339,6 +338,10 @@ class Context:
         if not self._handle:
             raise ModelError(f"{self.model.path}: the context is closed")
         return self._handle
+
+    @property
+    def _memory(self) -> Any:
+        return llama_cpp.llama_get_memory(self.handle)
 
     def evaluate(self, tokens: Sequence[int], *, n_logits: int = 0) -> None:
         """Append tokens to the sequence, in passes of at most n_batch.

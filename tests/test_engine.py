@@ -1,0 +1,550 @@
+"""The round's invariants, on tiny models in real llama.cpp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyspec.engine import MAX_WIDTH, Engine
+from pyspec.errors import (
+    ContextOverflowError,
+    LogitsError,
+    ModelError,
+    PyspecError,
+    UsageError,
+    VocabularyMismatchError,
+)
+from pyspec.llama import Context, Model
+from pyspec.metrics import Statistics
+from pyspec.output import Piece, Source
+from pyspec.sampling import Rule, SamplingParams
+from tests.models import Vocabulary, byte_level, sentence_piece, write_llama
+
+PROMPT = [0, 3, 5, 7, 4]
+GREEDY = SamplingParams(temperature=0, max_tokens=60)
+# The whole distribution, nothing cut off.
+SAMPLED = SamplingParams(temperature=1, top_k=0, top_p=1, min_p=0, seed=11, max_tokens=60)
+
+
+def with_params(params: SamplingParams, **changes: object) -> SamplingParams:
+    return SamplingParams(**{**vars(params), **changes})  # type: ignore[arg-type]
+
+
+def finish(pieces: Iterator[Piece]) -> tuple[list[int], str, Statistics]:
+    """Ids, text and statistics of a whole request."""
+    whole = list(pieces)
+    assert [piece.statistics is not None for piece in whole] == [False] * (len(whole) - 1) + [True]
+    statistics = whole[-1].statistics
+    assert statistics is not None
+    ids = [token.id for piece in whole for token in piece.tokens]
+    assert statistics.completion_tokens == len(ids)
+    return ids, "".join(piece.text for piece in whole), statistics
+
+
+@pytest.fixture(scope="module")
+def other_draft(models: Path) -> Path:
+    """A draft that has nothing to do with the target."""
+    return write_llama(models / "other-draft.gguf", byte_level(), seed=99, width=32, layers=1)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_target: Path, tiny_draft: Path) -> Iterator[Engine]:
+    with Engine(tiny_target, tiny_draft, n_ctx=512, threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def ending_pair(models: Path) -> Iterator[Engine]:
+    """A pair in which the end of generation is as frequent as any other token."""
+    vocabulary = byte_level()
+    target = write_llama(models / "ending.gguf", vocabulary, biases={})
+    draft = write_llama(models / "ending-draft.gguf", vocabulary, width=32, layers=1, biases={})
+    with Engine(target, draft, n_ctx=512, threads=1) as engine:
+        yield engine
+
+
+# ---- the same text with and without a draft -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4, 6])
+def test_greedy_text_is_the_same_at_every_gamma(pair: Engine, gamma: int) -> None:
+    plain = finish(pair.generate(PROMPT, GREEDY, gamma=0))
+    drafted = finish(pair.generate(PROMPT, GREEDY, gamma=gamma))
+    assert drafted[:2] == plain[:2]
+    assert drafted[2].accepted > 0
+    assert drafted[2].accepted < drafted[2].verified, "some rejections must have been rolled back"
+
+
+def test_greedy_text_is_the_same_with_a_useless_draft(
+    pair: Engine, tiny_target: Path, other_draft: Path
+) -> None:
+    plain = finish(pair.generate(PROMPT, GREEDY, gamma=0))
+    with Engine(tiny_target, other_draft, n_ctx=512, threads=1) as engine:
+        assert finish(engine.generate(PROMPT, GREEDY))[:2] == plain[:2]
+
+
+def test_greedy_text_is_the_same_without_any_draft(pair: Engine, tiny_target: Path) -> None:
+    plain = finish(pair.generate(PROMPT, GREEDY, gamma=0))
+    with Engine(tiny_target, n_ctx=512, threads=1) as engine:
+        ids, text, statistics = finish(engine.generate(PROMPT, GREEDY))
+    assert (ids, text) == plain[:2]
+    assert (statistics.drafted, statistics.acceptance_rate) == (0, None)
+
+
+def test_greedy_text_is_what_the_largest_logits_say(pair: Engine, tiny_target: Path) -> None:
+    ids, _, _ = finish(pair.generate(PROMPT, GREEDY))
+    model = Model(tiny_target)
+    context = Context(model, n_ctx=512, threads=1)
+    context.evaluate(PROMPT, n_logits=1)
+    expected = []
+    for _ in ids:
+        expected.append(int(np.argmax(context.logits(-1))))
+        context.evaluate(expected[-1:], n_logits=1)
+    context.close()
+    model.close()
+    assert ids == expected
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"frequency_penalty": 0.7},
+        {"presence_penalty": 0.9, "repeat_last_n": 8},
+        {"repeat_penalty": 1.4},
+        {"frequency_penalty": 0.3, "repeat_last_n": -1},
+    ],
+    ids=str,
+)
+def test_greedy_text_with_penalties_is_the_same(pair: Engine, penalties: dict[str, float]) -> None:
+    params = with_params(GREEDY, **penalties)
+    plain = finish(pair.generate(PROMPT, params, gamma=0))
+    assert plain[0] != finish(pair.generate(PROMPT, GREEDY, gamma=0))[0], "penalties must matter"
+    for gamma in (1, 3, 6):
+        assert finish(pair.generate(PROMPT, params, gamma=gamma))[:2] == plain[:2]
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_coupled_text_depends_on_the_seed_alone(
+    pair: Engine, tiny_target: Path, other_draft: Path, gamma: int
+) -> None:
+    plain = finish(pair.generate(PROMPT, SAMPLED, gamma=0, rule=Rule.COUPLED))
+    assert finish(pair.generate(PROMPT, SAMPLED, gamma=gamma, rule=Rule.COUPLED))[:2] == plain[:2]
+    with Engine(tiny_target, other_draft, n_ctx=512, threads=1) as engine:
+        other = finish(engine.generate(PROMPT, SAMPLED, gamma=gamma, rule=Rule.COUPLED))
+    assert other[:2] == plain[:2]
+
+
+# ---- seeds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_seed_writes_the_same_text_twice_and_another_seed_another(
+    pair: Engine, rule: Rule
+) -> None:
+    first = finish(pair.generate(PROMPT, SAMPLED, rule=rule))
+    assert finish(pair.generate(PROMPT, SAMPLED, rule=rule))[:2] == first[:2]
+    other = finish(pair.generate(PROMPT, with_params(SAMPLED, seed=12), rule=rule))
+    assert other[0] != first[0]
+
+
+def test_a_seed_that_was_drawn_is_reported_and_writes_the_text_again(pair: Engine) -> None:
+    first = finish(pair.generate(PROMPT, with_params(SAMPLED, seed=None)))
+    again = finish(pair.generate(PROMPT, with_params(SAMPLED, seed=first[2].seed)))
+    assert again[:2] == first[:2]
+    assert finish(pair.generate(PROMPT, with_params(SAMPLED, seed=None)))[2].seed != first[2].seed
+
+
+def test_nothing_of_a_request_leaks_into_the_next(
+    pair: Engine, tiny_target: Path, tiny_draft: Path
+) -> None:
+    finish(pair.generate([0, 9, 9, 9, 8], with_params(SAMPLED, seed=5), gamma=7))
+    after = finish(pair.generate(PROMPT, SAMPLED, gamma=2))
+    with Engine(tiny_target, tiny_draft, n_ctx=512, threads=1) as fresh:
+        assert finish(fresh.generate(PROMPT, SAMPLED, gamma=2))[:2] == after[:2]
+    assert max(i for i, n in enumerate(after[2].accepted_histogram) if n or i <= 2) == 2
+
+
+# ---- counts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+@pytest.mark.parametrize("gamma", [0, 1, 16])
+def test_max_tokens_is_exact(pair: Engine, max_tokens: int, gamma: int) -> None:
+    params = with_params(SAMPLED, max_tokens=max_tokens, logit_bias={1: -math.inf, 2: -math.inf})
+    ids, _, statistics = finish(pair.generate(PROMPT, params, gamma=gamma))
+    assert len(ids) == statistics.completion_tokens == max_tokens
+    assert statistics.finish_reason == "length"
+    assert statistics.accepted + statistics.rounds == max_tokens
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_the_statistics_agree_with_the_tokens(pair: Engine, gamma: int) -> None:
+    params = with_params(SAMPLED, logit_bias={1: -math.inf, 2: -math.inf})
+    pieces = list(pair.generate(PROMPT, params, gamma=gamma))
+    s = pieces[-1].statistics
+    assert s is not None
+    tokens = [token for piece in pieces for token in piece.tokens]
+    assert s.accepted == sum(token.source is Source.DRAFT for token in tokens)
+    assert s.rounds == sum(token.source is Source.TARGET for token in tokens) == len(pieces)
+    assert sum(s.accepted_histogram) == s.rounds
+    assert sum(t * n for t, n in enumerate(s.accepted_histogram)) == s.accepted
+    assert s.accepted <= s.verified <= s.drafted
+    full_rounds = s.accepted_histogram[gamma]
+    # The last round may have drafted less than gamma, and all of it may have been accepted.
+    assert 0 <= s.accepted + s.rounds - full_rounds - s.verified <= 1
+    assert s.acceptance_rate == s.accepted / s.verified
+    assert s.decode_s >= s.draft_s + s.verify_s + s.sample_s > 0
+    assert s.ttft_s is not None
+    assert s.ttft_s > s.prefill_s > 0
+
+
+def test_a_full_context_ends_the_text(tiny_target: Path, tiny_draft: Path) -> None:
+    params = with_params(SAMPLED, max_tokens=None, logit_bias={1: -math.inf, 2: -math.inf})
+    for gamma in (0, 5):
+        with Engine(tiny_target, tiny_draft, n_ctx=32, threads=1) as engine:
+            ids, _, statistics = finish(engine.generate(PROMPT, params, gamma=gamma))
+        # The last token needs no cell: it is written and never evaluated.
+        assert len(PROMPT) + len(ids) == 33
+        assert statistics.finish_reason == "length"
+
+
+# ---- ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("gamma", [0, 2, 6])
+def test_nothing_follows_the_end_of_generation(ending_pair: Engine, gamma: int, rule: Rule) -> None:
+    ends_inside_a_block = 0
+    for seed in range(60):
+        params = with_params(SAMPLED, seed=seed, max_tokens=None)
+        ids, _, statistics = finish(ending_pair.generate(PROMPT, params, gamma=gamma, rule=rule))
+        assert statistics.finish_reason == "stop"
+        assert not set(ids) & set(byte_level().ends)
+        emitted = statistics.accepted + statistics.rounds
+        assert emitted > len(ids)
+        ends_inside_a_block += emitted > len(ids) + 1
+        assert ending_pair._context.length <= len(PROMPT) + len(ids)
+    assert (ends_inside_a_block > 0) == (gamma > 0)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+def test_stop_strings_cut_alike_with_and_without_a_draft(pair: Engine, gamma: int) -> None:
+    _, whole, _ = finish(pair.generate(PROMPT, GREEDY, gamma=0))
+    for length in (1, 2, 3):
+        stop = whole[20 : 20 + length]
+        params = with_params(GREEDY, stop=[stop])
+        plain = finish(pair.generate(PROMPT, params, gamma=0))
+        drafted = finish(pair.generate(PROMPT, params, gamma=gamma))
+        assert drafted[:2] == plain[:2]
+        assert plain[1] == whole[: whole.index(stop)]
+        assert plain[2].finish_reason == drafted[2].finish_reason == "stop"
+
+
+# ---- prompts and prefill ------------------------------------------------------------------------------
+
+
+def passes(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[tuple[int, int]]:
+    """Records position and width of every pass of the target."""
+    seen: list[tuple[int, int]] = []
+    original = Context._pass
+
+    def record(self: Context, tokens: Sequence[int], n_logits: int) -> None:
+        if self is engine._context:
+            seen.append((self.length, len(tokens)))
+        original(self, tokens, n_logits)
+
+    monkeypatch.setattr(Context, "_pass", record)
+    return seen
+
+
+def test_the_prompt_is_split_alike_with_and_without_a_draft(
+    tiny_target: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [0, *(3 + i % 20 for i in range(28))]
+    texts, splits = [], []
+    for draft in (None, tiny_draft):
+        with Engine(tiny_target, draft, n_ctx=128, n_batch=8, threads=1) as engine:
+            seen = passes(monkeypatch, engine)
+            texts.append(finish(engine.generate(prompt, GREEDY))[:2])
+            splits.append([p for p in seen if p[0] + p[1] < len(prompt)])
+    assert splits[0] == splits[1] == [(0, 8), (8, 8), (16, 8), (24, 4)]
+    assert texts[0] == texts[1]
+
+
+def test_prefill_is_reported_as_it_goes(tiny_target: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    with Engine(tiny_target, n_ctx=64, n_batch=8, threads=1) as engine:
+        finish(
+            engine.generate(
+                [0, *[3] * 20], GREEDY, on_prefill=lambda done, of: reports.append((done, of))
+            )
+        )
+    assert reports == [(8, 20), (16, 20), (20, 20)]
+
+
+def test_a_prompt_of_one_token_is_enough(pair: Engine) -> None:
+    assert finish(pair.generate([0], GREEDY))[:2] == finish(pair.generate([0], GREEDY, gamma=0))[:2]
+
+
+def test_text_prompts_begin_as_the_model_wants(pair: Engine) -> None:
+    assert pair.target.tokenize("abc")[0] == byte_level().bos
+    spelled = pair.target.tokenize("abc")
+    assert finish(pair.generate("abc", GREEDY))[:2] == finish(pair.generate(spelled, GREEDY))[:2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], UsageError, "empty"),
+        ([0] * 513, ContextOverflowError, "513 tokens and the context 512"),
+        ([0, 24], UsageError, "token id 24"),
+        ([0, -1], UsageError, "token id -1"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(
+    pair: Engine, prompt: list[int], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pair.generate(prompt)
+    finish(pair.generate(PROMPT, GREEDY))
+
+
+def test_a_prompt_that_fills_the_context_gets_one_token(pair: Engine) -> None:
+    ids, _, statistics = finish(pair.generate([0] + [3] * 511, SAMPLED))
+    assert len(ids) == 1
+    assert statistics.finish_reason == "length"
+
+
+@pytest.mark.parametrize("gamma", [-1, MAX_WIDTH])
+def test_gamma_has_limits(pair: Engine, gamma: int) -> None:
+    with pytest.raises(UsageError, match="gamma must be from 0 to 63"):
+        pair.generate(PROMPT, gamma=gamma)
+
+
+# ---- caches -------------------------------------------------------------------------------------------
+
+
+def continuation_logits(context: Context, ids: list[int]) -> np.ndarray:
+    """Logits after ids, of a context that holds a beginning of them."""
+    context.evaluate(ids[context.length :], n_logits=1)
+    return context.logits(-1).copy()
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_after_rejections_both_caches_equal_a_fresh_evaluation(
+    tiny_target: Path, tiny_draft: Path, gamma: int
+) -> None:
+    with Engine(tiny_target, tiny_draft, n_ctx=512, threads=1) as engine:
+        pieces = engine.generate(PROMPT, SAMPLED, gamma=gamma)
+        ids = list(PROMPT)
+        for _ in range(15):
+            ids += [token.id for token in next(pieces).tokens]
+        pieces.close()
+        contexts = engine._context, engine._drafter.context
+        assert contexts[0].length == len(ids) - 1
+        assert contexts[1].length <= len(ids) - 1
+        for context in contexts:
+            fresh = Context(context.model, n_ctx=512, threads=1)
+            expected = continuation_logits(fresh, ids)
+            found = continuation_logits(context, ids)
+            fresh.close()
+            # A prompt evaluated whole and one evaluated in rounds differ by rounding.
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_an_abandoned_request_leaves_the_engine_usable(pair: Engine) -> None:
+    whole = finish(pair.generate(PROMPT, SAMPLED))
+    pieces = pair.generate(PROMPT, SAMPLED)
+    next(pieces)
+    pieces.close()
+    assert finish(pair.generate(PROMPT, SAMPLED))[:2] == whole[:2]
+    pair.generate(PROMPT, SAMPLED)  # never begun
+    assert finish(pair.generate(PROMPT, SAMPLED))[:2] == whole[:2]
+
+
+def test_a_new_request_ends_the_one_before(pair: Engine) -> None:
+    whole = finish(pair.generate(PROMPT, SAMPLED))
+    old = pair.generate(PROMPT, SAMPLED)
+    next(old)
+    new = pair.generate(PROMPT, SAMPLED)
+    first = next(new)
+    with pytest.raises(PyspecError, match="another request"):
+        next(old)
+    ids = [token.id for piece in [first, *new] for token in piece.tokens]
+    assert ids == whole[0], "the old one's end does not disturb the new one"
+
+
+def test_an_interrupt_during_prefill_leaves_the_engine_usable(tiny_target: Path) -> None:
+    def interrupt(_done: int, _of: int) -> None:
+        raise KeyboardInterrupt
+
+    with Engine(tiny_target, n_ctx=128, n_batch=8, threads=1) as engine:
+        whole = finish(engine.generate([0, *[3] * 40], SAMPLED))
+        with pytest.raises(KeyboardInterrupt):
+            next(engine.generate([0, *[3] * 40], SAMPLED, on_prefill=interrupt))
+        assert finish(engine.generate([0, *[3] * 40], SAMPLED))[:2] == whole[:2]
+
+
+@pytest.mark.parametrize("fails_in", ["target", "draft"])
+def test_an_interrupt_during_a_round_leaves_the_engine_usable(
+    pair: Engine, monkeypatch: pytest.MonkeyPatch, fails_in: str
+) -> None:
+    whole = finish(pair.generate(PROMPT, SAMPLED))
+    pieces = pair.generate(PROMPT, SAMPLED)
+    next(pieces)
+    context = pair._context if fails_in == "target" else pair._drafter.context
+    original = Context._pass
+
+    def interrupted(self: Context, tokens: Sequence[int], n_logits: int) -> None:
+        original(self, tokens, n_logits)
+        if self is context:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Context, "_pass", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(pieces)
+    assert finish(pair.generate(PROMPT, SAMPLED))[:2] == whole[:2]
+
+
+# ---- the draft ----------------------------------------------------------------------------------------
+
+
+def test_a_draft_of_less_context_drafts_less_and_then_nothing(
+    pair: Engine, tiny_target: Path, tiny_draft: Path
+) -> None:
+    plain = finish(pair.generate(PROMPT, GREEDY, gamma=0))
+    with Engine(tiny_target, tiny_draft, n_ctx=512, draft_ctx=24, threads=1) as engine:
+        ids, text, statistics = finish(engine.generate(PROMPT, GREEDY))
+        assert (ids, text) == plain[:2]
+        assert 0 < statistics.drafted < 24 * 5
+        # A prompt that does not fit in the draft's context at all is decoded plainly.
+        _, _, statistics = finish(engine.generate([0] + [3] * 40, GREEDY))
+        assert statistics.drafted == 0
+
+
+def test_padded_vocabularies_fit_and_padding_is_never_proposed(
+    tiny_target: Path, tiny_draft: Path, pair: Engine, tmp_path: Path
+) -> None:
+    plain = finish(pair.generate(PROMPT, GREEDY, gamma=0))
+    padded = byte_level().padded(40)
+    # Padding that the draft finds likely, so that it would be drawn if it could be.
+    draft = write_llama(
+        tmp_path / "d.gguf", padded, width=32, layers=1, biases=dict.fromkeys(range(24, 40), 8.0)
+    )
+    with Engine(tiny_target, draft, n_ctx=512, threads=1) as engine:
+        assert finish(engine.generate(PROMPT, GREEDY))[:2] == plain[:2]
+        ids, _, statistics = finish(engine.generate(PROMPT, SAMPLED))
+        assert max(ids) < 24
+        assert statistics.accepted > 0
+    target = write_llama(tmp_path / "t.gguf", padded)
+    with Engine(target, tiny_draft, n_ctx=512, threads=1) as engine:
+        both = [finish(engine.generate(PROMPT, GREEDY, gamma=gamma))[:2] for gamma in (0, 4)]
+        assert both[0] == both[1]
+        # An id that the draft does not have cannot be shown to it.
+        _, _, statistics = finish(engine.generate([0, 3, 30], SAMPLED))
+        assert statistics.drafted == 0
+
+
+def vocabularies() -> dict[str, tuple[Vocabulary, str]]:
+    tiny = byte_level()
+    return {
+        "text": (tiny.spelled(9, "x"), "token 9 is '.' in the target and 'x' in the draft"),
+        "kind": (sentence_piece(), "different kinds"),
+        "size": (
+            Vocabulary(
+                **{
+                    **vars(tiny),
+                    "texts": (*tiny.texts, *(f"w{i}" for i in range(200))),
+                    "types": (*tiny.types, *tiny.types[-1:] * 200),
+                }
+            ),
+            "has 224 tokens, the target's 24",
+        ),
+        "bos": (
+            Vocabulary(**{**vars(tiny), "bos": 2}),
+            r"the target adds BOS \(id 0\), the draft adds it \(id 2\)",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", ["text", "kind", "size", "bos"])
+def test_a_draft_of_another_vocabulary_is_refused(
+    tiny_target: Path, tmp_path: Path, case: str
+) -> None:
+    vocabulary, message = vocabularies()[case]
+    draft = write_llama(tmp_path / "d.gguf", vocabulary, width=32, layers=1)
+    with pytest.raises(VocabularyMismatchError, match=message):
+        Engine(tiny_target, draft, n_ctx=64)
+
+
+def test_a_draft_that_does_not_load_is_an_error(tiny_target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no-draft\.gguf"):
+        Engine(tiny_target, tmp_path / "no-draft.gguf", n_ctx=64)
+
+
+# ---- damaged models -----------------------------------------------------------------------------------
+
+
+def test_nan_logits_are_an_error_that_names_the_position(
+    tiny_target: Path, tiny_draft: Path, tmp_path: Path
+) -> None:
+    damaged = write_llama(tmp_path / "nan.gguf", byte_level(), nan_token=7)
+    with (
+        Engine(damaged, tiny_draft, n_ctx=64, threads=1) as engine,
+        pytest.raises(LogitsError, match="target's logits for position 5 are NaN"),
+    ):
+        finish(engine.generate(PROMPT, SAMPLED))
+    draft = write_llama(tmp_path / "d.gguf", byte_level(), width=32, layers=1, nan_token=7)
+    with (
+        Engine(tiny_target, draft, n_ctx=64, threads=1) as engine,
+        pytest.raises(LogitsError, match="draft's logits for position 5 are NaN"),
+    ):
+        finish(engine.generate(PROMPT, SAMPLED))
+
+
+def test_banning_every_token_is_an_error(pair: Engine) -> None:
+    params = with_params(SAMPLED, logit_bias=dict.fromkeys(range(24), -math.inf))
+    with pytest.raises(LogitsError, match="all -inf"):
+        finish(pair.generate(PROMPT, params))
+
+
+# ---- the engine's life --------------------------------------------------------------------------------
+
+
+def test_a_closed_engine_says_so(tiny_target: Path, tiny_draft: Path) -> None:
+    engine = Engine(tiny_target, tiny_draft, n_ctx=64, threads=1)
+    pieces = engine.generate(PROMPT, GREEDY)
+    next(pieces)
+    engine.close()
+    engine.close()
+    with pytest.raises(PyspecError):
+        next(pieces)
+    with pytest.raises(PyspecError, match="closed"):
+        finish(engine.generate(PROMPT, GREEDY))
+
+
+def test_models_can_be_shared_and_outlive_an_engine(tiny_target: Path, tiny_draft: Path) -> None:
+    target, draft = Model(tiny_target), Model(tiny_draft)
+    texts = []
+    for gamma in (0, 3):
+        with Engine(target, draft, gamma=gamma, n_ctx=128, threads=1) as engine:
+            texts.append(finish(engine.generate(PROMPT, GREEDY))[:2])
+    assert texts[0] == texts[1]
+    draft.close()
+    target.close()
+
+
+@pytest.mark.parametrize("argument", ["n_ctx", "n_batch", "threads", "draft_threads", "draft_ctx"])
+def test_sizes_must_be_positive(tiny_target: Path, argument: str) -> None:
+    with pytest.raises(UsageError, match=f"{argument} must be 1 or more, not 0"):
+        Engine(tiny_target, **{argument: 0})  # type: ignore[arg-type]
+
+
+def test_a_context_larger_than_memory_is_refused(tiny_target: Path) -> None:
+    with pytest.raises(ModelError, match=r"needs .* GB of KV cache"):
+        Engine(tiny_target, n_ctx=2**31 - 1)
