@@ -122,6 +122,14 @@ def test_a_context_tells_its_kind(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", *RECURRENT])
+def test_whether_positions_can_shift_says_nothing_of_removal(
+    kind: str, paths: dict[str, Path]
+) -> None:
+    with Reference(paths[kind]) as model:
+        assert llama_cpp.llama_memory_can_shift(model.memory) == (kind != "qwen35")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", *RECURRENT])
 def test_the_whole_sequence_can_always_be_removed(kind: str, paths: dict[str, Path]) -> None:
     with Reference(paths[kind]) as model:
         model.decode(random_tokens(PREFIX))
