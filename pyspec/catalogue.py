@@ -140,6 +140,14 @@ def _model(entry: dict[str, Any]) -> Model:
     )
 
 
+def format_size(count: int) -> str:
+    """Write a number of bytes as the download pages of models do, in powers of 1000."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
+
+
 def models_folder() -> Path:
     """Return the folder that fetched models lie in: $PYSPEC_HOME/models, else the user's cache."""
     home = os.environ.get("PYSPEC_HOME")

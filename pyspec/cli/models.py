@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from pyspec.catalogue import Catalogue, Model, find_model_file, load_catalogue, resolve
+from pyspec.catalogue import Catalogue, Model, find_model_file, format_size, load_catalogue, resolve
 
 TEMPLATE_LINES = 3  # of the chat template, shown by inspect
 
@@ -51,11 +51,11 @@ def list_models(as_json: bool) -> None:
             json.dumps([_description(model, catalogue) for model in catalogue.models], indent=2)
         )
         return
-    header = ("name", "size", "quantisation", "licence", "downloaded", "draft for")
+    header = ("name", "size", "quantised", "licence", "downloaded", "draft for")
     rows = [
         (
             model.name,
-            _size(model.bytes),
+            format_size(model.bytes),
             model.quantisation,
             model.licence,
             "yes" if model.is_downloaded() else "no",
@@ -71,7 +71,7 @@ def list_models(as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for title in header:
         table.add_column(title, justify="right" if title == "size" else "left")
     for row in rows:
@@ -121,7 +121,7 @@ def inspect(model: str, as_json: bool) -> None:
         "name": info.name,
         "architecture": info.architecture,
         "parameters": f"{info.parameters:,}",
-        "size": f"{_size(info.bytes)} ({info.bytes:,} bytes)",
+        "size": f"{format_size(info.bytes)} ({info.bytes:,} bytes)",
         "quantisation": info.file_type,
         "tensors": types,
         "context length": info.context_length,
@@ -144,10 +144,6 @@ def _description(model: Model, catalogue: Catalogue) -> dict[str, Any]:
         "draft_for": [target.name for target in catalogue.targets_of(model)],
         "default_target": model == catalogue.default_target,
     }
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _printable(text: str) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import click
 
-from pyspec.catalogue import Progress
+from pyspec.catalogue import Progress, format_size
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def _lines() -> Progress:
     def show(activity: str, done: int, total: int | None) -> None:  # noqa: ARG001
         if activity not in shown:
             shown.add(activity)
-            size = "" if total is None else f" ({total / 1e6:.0f} MB)"
+            size = "" if total is None else f" ({format_size(total)})"
             click.echo(f"{activity}{size}", err=True)
 
     return show
