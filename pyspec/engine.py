@@ -15,7 +15,7 @@ from types import TracebackType
 
 from pyspec.drafters import Drafter, Proposal
 from pyspec.drafters.model import ModelDrafter
-from pyspec.errors import ContextOverflowError, PyspecError, UsageError
+from pyspec.errors import ContextOverflowError, ModelError, PyspecError, UsageError
 from pyspec.llama import Context, Model, RollbackError
 from pyspec.metrics import Statistics
 from pyspec.output import Output, Piece, Source
@@ -84,6 +84,7 @@ class Engine:
             self._owned.append(self._context)
             self._drafter: Drafter | None = None
             if self.draft is not None:
+                self._check_rollback()
                 draft_context = Context(
                     self.draft,
                     n_ctx=draft_ctx or n_ctx,
@@ -95,6 +96,20 @@ class Engine:
         except BaseException:
             self.close()
             raise
+
+    def _check_rollback(self) -> None:
+        """Refuse models of which no drafted token could be taken back."""
+        if self._context.max_rollback == 0:
+            raise ModelError(
+                f"{self.target.name}: its recurrent memory cannot roll back rejected tokens: "
+                "run it without a draft (--no-draft)"
+            )
+        # A draft evaluates one token at a time, and llama.cpp's snapshots do not reach past a pass.
+        if self.draft is not None and self.draft.is_recurrent:
+            raise ModelError(
+                f"{self.draft.name}: its recurrent memory cannot roll back rejected tokens: "
+                "use another draft, or none (--no-draft)"
+            )
 
     def _load(self, model: Model | str | Path) -> Model:
         if isinstance(model, Model):
@@ -212,7 +227,9 @@ class Engine:
         if self._drafter is None:
             return 0
         wanted = n_end - len(ids) - 1
-        return max(0, min(gamma, wanted, self._context.n_logits - 1, self._drafter.room(ids)))
+        context = self._context
+        limits = wanted, context.n_logits - 1, context.max_rollback, self._drafter.room(ids)
+        return max(0, min(gamma, *limits))
 
     def _prefill(
         self, ids: Sequence[int], drafting: bool, on_prefill: Callable[[int, int], None] | None

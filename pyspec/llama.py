@@ -26,6 +26,9 @@ from pyspec.errors import ModelError, PyspecError
 from pyspec.gguf_file import check_gguf
 
 Logits = npt.NDArray[np.float32]
+
+# Tokens that a recurrent state can go back where llama.cpp keeps snapshots of it: a copy of the state each.
+_SNAPSHOTS = 8
 _Result = TypeVar("_Result")
 
 log = logging.getLogger("pyspec.llama")
@@ -298,6 +301,7 @@ class Context:
         self.threads = threads or default_threads()
         self.length = 0
         self._n_rows = 0
+        self._last_width = 0
         self._check_memory(n_ctx)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_ctx
@@ -306,7 +310,10 @@ class Context:
         params.n_outputs_max = params.n_outputs_max_per_seq = self.n_logits
         params.n_threads = params.n_threads_batch = self.threads
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        # A sliding window of fewer cells reports removals that leave it wrong (docs/memory-kinds.md).
         params.swa_full = True
+        # With less room than this beyond the snapshots llama.cpp ends the process.
+        params.n_rs_seq = max(0, min(_SNAPSHOTS, self.n_batch - 2))
         params.offload_kqv = False
         params.op_offload = False
         params.abort_callback = _ABORT_CALLBACK
@@ -317,6 +324,10 @@ class Context:
             raise ModelError(f"{model.path}: no context of {n_ctx} tokens: {_why()}")
         # llama.cpp rounds the size up; the size that was asked for is the one that counts.
         self.n_ctx = n_ctx
+        # Most tokens that can be rolled back after a pass; llama.cpp says how many snapshots it really keeps.
+        self.max_rollback: int = (
+            llama_cpp.llama_n_rs_seq(self._handle) if model.is_recurrent else n_ctx
+        )
         self._batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
 
     def _check_memory(self, n_ctx: int) -> None:
@@ -390,6 +401,7 @@ class Context:
             )
         self.length += n
         self._n_rows = n_logits
+        self._last_width = n
 
     def logits(self, row: int) -> Logits:
         """A view of llama.cpp's own row of logits, valid until the next evaluation.
@@ -408,7 +420,7 @@ class Context:
         return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
 
     def truncate(self, length: int) -> None:
-        """Roll back: forget every position from `length` on.
+        """Roll back: forget every position from `length` on, of which there may be none.
 
         Raises:
             RollbackError: The model's memory cannot drop its end. The sequence has been forgotten whole.
@@ -420,12 +432,15 @@ class Context:
             )
 
     def _remove_from(self, length: int) -> bool:
-        removed = bool(llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1))
-        if removed:
+        # llama.cpp agrees to take a recurrent state back over the whole last pass, and gets it wrong.
+        possible = not self.model.is_recurrent or (
+            self.length - self._last_width < length <= self.length
+        )
+        if possible and llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1):
             self.length = min(self.length, length)
-        else:
-            self.clear()
-        return removed
+            return True
+        self.clear()
+        return False
 
     def clear(self) -> None:
         """Forget the sequence."""

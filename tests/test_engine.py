@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,17 @@ from pyspec.llama import Context, Model
 from pyspec.metrics import Statistics
 from pyspec.output import Piece, Source
 from pyspec.sampling import Rule, SamplingParams
-from tests.models import Vocabulary, byte_level, sentence_piece, write_llama
+from tests.models import (
+    Vocabulary,
+    byte_level,
+    sentence_piece,
+    write_gemma3,
+    write_jamba,
+    write_lfm2,
+    write_llama,
+    write_mamba,
+    write_qwen35,
+)
 
 PROMPT = [0, 3, 5, 7, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
@@ -548,3 +558,50 @@ def test_sizes_must_be_positive(tiny_target: Path, argument: str) -> None:
 def test_a_context_larger_than_memory_is_refused(tiny_target: Path) -> None:
     with pytest.raises(ModelError, match=r"needs .* GB of KV cache"):
         Engine(tiny_target, n_ctx=2**31 - 1)
+
+
+# ---- models whose memory is no KV cache (docs/memory-kinds.md) ------------------------------------------
+
+
+@pytest.mark.parametrize("write", [write_mamba, write_jamba])
+def test_a_target_that_cannot_roll_back_is_refused_with_a_draft_and_decodes_without(
+    write: Callable[..., Path], tiny_draft: Path, tmp_path: Path
+) -> None:
+    target = write(tmp_path / "t.gguf", byte_level())
+    with pytest.raises(ModelError, match=r"t\.gguf: its recurrent memory .*--no-draft"):
+        Engine(target, tiny_draft, n_ctx=128, threads=1)
+    with Engine(target, n_ctx=128, threads=1) as engine:
+        first = finish(engine.generate(PROMPT, GREEDY))
+        stopped = finish(engine.generate(PROMPT, with_params(GREEDY, stop=[first[1][5:8]])))
+        assert stopped[1] == first[1][: first[1].index(first[1][5:8])]
+        assert finish(engine.generate(PROMPT, GREEDY))[:2] == first[:2]
+
+
+@pytest.mark.parametrize("write", [write_lfm2, write_qwen35])
+def test_a_hybrid_target_with_snapshots_rolls_back(
+    write: Callable[..., Path], tiny_draft: Path, tmp_path: Path
+) -> None:
+    target = write(tmp_path / "t.gguf", byte_level())
+    with Engine(target, tiny_draft, n_ctx=128, threads=1) as engine:
+        plain = finish(engine.generate(PROMPT, GREEDY, gamma=0))
+        for gamma in (1, 4, 20):
+            drafted = finish(engine.generate(PROMPT, GREEDY, gamma=gamma))
+            assert drafted[:2] == plain[:2]
+            assert drafted[2].verified > drafted[2].accepted
+            assert len(drafted[2].accepted_histogram) <= 9, "no more than the snapshots reach"
+
+
+def test_a_recurrent_draft_is_refused(tiny_target: Path, tmp_path: Path) -> None:
+    draft = write_lfm2(tmp_path / "d.gguf", byte_level())
+    with pytest.raises(ModelError, match=r"d\.gguf: its recurrent memory"):
+        Engine(tiny_target, draft, n_ctx=128, threads=1)
+
+
+def test_a_sliding_window_rolls_back_past_its_window(tiny_draft: Path, tmp_path: Path) -> None:
+    target = write_gemma3(tmp_path / "t.gguf", byte_level(), window=16)
+    with Engine(target, tiny_draft, n_ctx=256, threads=1) as engine:
+        params = with_params(GREEDY, max_tokens=150)
+        plain = finish(engine.generate(PROMPT, params, gamma=0))
+        drafted = finish(engine.generate(PROMPT, params, gamma=6))
+        assert drafted[:2] == plain[:2]
+        assert drafted[2].verified > drafted[2].accepted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -46,12 +47,17 @@ class _StatsCommand(click.Command):
 @click.command(name="generate", cls=_StatsCommand)
 @click.argument("prompt", required=False)
 @click.option(
-    "-f", "--file", type=click.Path(path_type=Path), help="Read the prompt from a file (- is stdin)."
+    "-f",
+    "--file",
+    type=click.Path(path_type=Path),
+    help="Read the prompt from a file (- is stdin).",
 )
 @model_options
 @sampling_options
 @click.option("--system", metavar="TEXT", help="A system message before the prompt.")
-@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option(
+    "--raw", is_flag=True, help="Continue the prompt as it is, without the chat template."
+)
 @click.option(
     "--stats",
     metavar="[json]",
@@ -138,12 +144,19 @@ def _prefill_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
     """A bar while the prompt is evaluated, on a terminal, gone when the text begins."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading the prompt", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def update(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield update
 
 
 def _stream(pieces: Iterable[Piece], show_drafts: bool) -> Statistics:
     """Print each piece as it comes, and return the statistics, which the last one brings."""
-    out = click.get_text_stream("stdout", errors="replace")
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        # A terminal that cannot show a character shows a replacement, and the text goes on.
+        out.reconfigure(errors="replace")
     terminal = out.isatty()
     coloured = show_drafts and terminal and not os.environ.get("NO_COLOR")
     ends_line, statistics = True, Statistics()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pyspec.catalogue import load_catalogue, resolve
+from pyspec.cli.progress import transfer_progress
 
 
 def resolve_pair(
@@ -19,4 +20,8 @@ def resolve_pair(
     target = model if model is not None else catalogue.default_target.name
     if draft is None and not no_draft:
         draft = next((m.draft for m in catalogue.models if m.name == target.casefold()), None)
-    return resolve(target), None if draft is None else resolve(draft)
+    with transfer_progress() as progress:
+        return (
+            resolve(target, progress=progress),
+            None if draft is None else resolve(draft, progress=progress),
+        )
