@@ -66,7 +66,9 @@ def render(model: Model, messages: Sequence[Message], *, add_generation_prompt: 
             eos_token=_text(model, model.eos),
         )
     except Exception as error:
-        raise UsageError(f"{model.name}: its chat template refuses the messages: {error}") from error
+        raise UsageError(
+            f"{model.name}: its chat template refuses the messages: {error}"
+        ) from error
 
 
 def prompt_ids(model: Model, messages: Sequence[Message]) -> list[int]:

@@ -18,7 +18,7 @@ from pyspec.drafters.model import ModelDrafter
 from pyspec.errors import ContextOverflowError, ModelError, PyspecError, UsageError
 from pyspec.llama import Context, Model, RollbackError
 from pyspec.metrics import Statistics
-from pyspec.output import Output, Piece, Source
+from pyspec.output import Output, Piece, Source, Token, with_logprobs
 from pyspec.sampling import Rule, Sampler, SamplingParams
 from pyspec.vocab import check_same_vocabulary
 
@@ -206,7 +206,7 @@ class Engine:
                 with statistics.timed("decode_s"):
                     emitted = self._round(ids, self._clamp(gamma, ids, n_end), sampler, statistics)
                     shown = output.push(emitted)
-                    ids += [token for token, _ in emitted]
+                    ids += [token.id for token in emitted]
                     del ids[n_prompt + output.n_tokens :]
                     if output.finish_reason or len(ids) >= n_end:
                         shown += output.finish("length")
@@ -248,7 +248,7 @@ class Engine:
 
     def _round(
         self, ids: list[int], gamma: int, sampler: Sampler, statistics: Statistics
-    ) -> list[tuple[int, Source]]:
+    ) -> list[Token]:
         """Draft gamma tokens, check them, and return the accepted ones and the one that follows."""
         round_ = statistics.rounds
         proposal = Proposal()
@@ -260,12 +260,18 @@ class Engine:
             self._context.evaluate([ids[-1], *drafted], n_logits=len(drafted) + 1)
         with statistics.timed("sample_s"):
             p = [self._context.logits(row) for row in range(len(drafted) + 1)]
+            # Probabilities take the place of the logits; a copy is kept if those are to be reported.
+            n_top = sampler.params.logprobs
+            raw = [] if n_top is None else [logits.copy() for logits in p]
             for row, logits in enumerate(p):
                 sampler.distribution(logits, [*ids, *drafted[:row]], logits, source="target")
             verdict = sampler.verify(p, proposal.q, drafted, round_=round_, position=len(ids))
-        statistics.count_round(len(drafted), verdict.accepted)
-        accepted = [(token, Source.DRAFT) for token in drafted[: verdict.accepted]]
-        return [*accepted, (verdict.token, Source.TARGET)]
+            statistics.count_round(len(drafted), verdict.accepted)
+            emitted = [Token(token, "", Source.DRAFT) for token in drafted[: verdict.accepted]]
+            emitted.append(Token(verdict.token, "", Source.TARGET))
+            if n_top is not None:
+                emitted = [with_logprobs(*pair, n_top) for pair in zip(emitted, raw, strict=False)]
+        return emitted
 
     def _roll_back(self, length: int) -> None:
         """Cut both caches back to what is committed."""

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from pyspec.llama import Model
+import numpy as np
+
+from pyspec.llama import Logits, Model
 from pyspec.metrics import Statistics
 from pyspec.vocab import TokenDecoder
 
@@ -27,11 +29,40 @@ class Token:
         id: Its id.
         text: The text that it completed.
         source: DRAFT if it was proposed by a drafter and accepted.
+        logprob: Its log probability, where asked for.
+        top_logprobs: The likeliest ids at its place and their log probabilities, likeliest first.
     """
 
     id: int
     text: str
     source: Source
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+def with_logprobs(token: Token, logits: Logits, n_top: int) -> Token:
+    """Fill in a token's log probabilities.
+
+    They are the model's own, before temperature and every other transform, as OpenAI's API and
+    llama.cpp's server report them.
+
+    Args:
+        token: The token that was emitted.
+        logits: [n_vocab] the target's logits at its place.
+        n_top: How many of the likeliest ids to report.
+    """
+    logprobs = logits.astype(np.float64)
+    logprobs -= logprobs.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    n_top = min(n_top, len(logprobs))
+    likeliest = np.argpartition(-logprobs, n_top - 1)[:n_top] if n_top else np.empty(0, np.int64)
+    # Ties in order of their ids, as the sampler breaks them.
+    ranked = sorted((-logprobs[i], int(i)) for i in likeliest)
+    return replace(
+        token,
+        logprob=float(logprobs[token.id]),
+        top_logprobs=tuple((i, float(-negated)) for negated, i in ranked),
+    )
 
 
 @dataclass(frozen=True)
@@ -73,14 +104,14 @@ class Output:
         self.n_tokens = 0
         self.finish_reason = ""
 
-    def push(self, emitted: Sequence[tuple[int, Source]]) -> list[Token]:
-        """Add a round's tokens and return those that may be shown."""
+    def push(self, emitted: Sequence[Token]) -> list[Token]:
+        """Add a round's tokens, whose text is yet to be found, and return those that may be shown."""
         shown: list[Token] = []
-        for token, source in emitted:
-            if self._target.is_end(token):
+        for token in emitted:
+            if self._target.is_end(token.id):
                 return shown + self.finish("stop")
             self.n_tokens += 1
-            self._incomplete.append(Token(token, self._decoder.text(token), source))
+            self._incomplete.append(replace(token, text=self._decoder.text(token.id)))
             if self._decoder.incomplete:
                 continue
             shown += self._release()

@@ -46,6 +46,8 @@ class SamplingParams:
         seed: The same seed writes the same text; None draws one, which the statistics report.
         max_tokens: Most tokens to write; None writes until the model ends or the context is full.
         stop: Texts before which the output is cut.
+        logprobs: Report the log probability of each token and of this many likeliest ones in its place;
+            None reports none.
 
     Raises:
         UsageError: A setting is outside its range.
@@ -63,6 +65,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -93,6 +96,10 @@ class SamplingParams:
         _require(
             self.seed is None or 0 <= self.seed < 2**64,
             f"seed must be from 0 to 2**64 - 1, not {self.seed}",
+        )
+        _require(
+            self.logprobs is None or self.logprobs >= 0,
+            f"logprobs must be 0 or more, not {self.logprobs}",
         )
         _require(not isinstance(self.stop, str), "stop must be a list of texts, not one text")
         _require(all(self.stop), "a stop string must not be empty")

@@ -23,9 +23,11 @@ from pyspec.metrics import Statistics
 from pyspec.output import Piece, Source
 from pyspec.sampling import Rule, SamplingParams
 from tests.models import (
+    Reference,
     Vocabulary,
     byte_level,
     sentence_piece,
+    softmax,
     write_gemma3,
     write_jamba,
     write_lfm2,
@@ -252,6 +254,37 @@ def test_stop_strings_cut_alike_with_and_without_a_draft(pair: Engine, gamma: in
         assert drafted[:2] == plain[:2]
         assert plain[1] == whole[: whole.index(stop)]
         assert plain[2].finish_reason == drafted[2].finish_reason == "stop"
+
+
+# ---- log probabilities --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_logprobs_are_those_of_the_raw_logits_and_aligned_with_the_cut(
+    pair: Engine, tiny_target: Path, gamma: int
+) -> None:
+    whole = finish(pair.generate(PROMPT, SAMPLED, gamma=gamma))[1]
+    params = with_params(
+        SAMPLED, logprobs=3, temperature=0.7, top_k=5, frequency_penalty=0.5, stop=[whole[30:32]]
+    )
+    tokens = [t for piece in pair.generate(PROMPT, params, gamma=gamma) for t in piece.tokens]
+    assert tokens
+    ids = [*PROMPT, *(token.id for token in tokens)]
+    with Reference(tiny_target) as reference:
+        expected = np.log(softmax(reference.evaluate(ids[:-1])))[len(PROMPT) - 1 :]
+    for token, row in zip(tokens, expected, strict=True):
+        assert token.logprob == pytest.approx(row[token.id], abs=1e-3)
+        assert token.logprob < 0
+        top = np.argsort(-row)[:3]
+        assert [i for i, _ in token.top_logprobs] == top.tolist()
+        assert [lp for _, lp in token.top_logprobs] == pytest.approx(row[top].tolist(), abs=1e-3)
+
+
+def test_logprobs_do_not_change_the_text_and_are_absent_unless_asked_for(pair: Engine) -> None:
+    plain = finish(pair.generate(PROMPT, SAMPLED))
+    assert finish(pair.generate(PROMPT, with_params(SAMPLED, logprobs=0)))[:2] == plain[:2]
+    token = next(pair.generate(PROMPT, SAMPLED)).tokens[0]
+    assert (token.logprob, token.top_logprobs) == (None, ())
 
 
 # ---- prompts and prefill ------------------------------------------------------------------------------

@@ -26,12 +26,16 @@ def token_of(text: str | bytes) -> int:
     return byte_level().texts.index(spell(text))
 
 
+def emitted(token: int) -> Token:
+    return Token(token, "", Source.TARGET)
+
+
 def push_all(output: Output, ids: list[int], per_round: int) -> list[Token]:
     shown: list[Token] = []
     for start in range(0, len(ids), per_round):
         if output.finish_reason:
             break
-        shown += output.push([(i, Source.TARGET) for i in ids[start : start + per_round]])
+        shown += output.push([emitted(i) for i in ids[start : start + per_round]])
     return shown + output.finish("length")
 
 
@@ -118,7 +122,7 @@ def test_nothing_follows_an_end_of_generation_token(model: Model, per_round: int
 
 def test_the_end_lets_go_of_what_a_stop_string_held_back(model: Model) -> None:
     output = Output(model, ["ab."])
-    assert output.push([(token_of("ab"), Source.TARGET)]) == []
+    assert output.push([emitted(token_of("ab"))]) == []
     assert [t.text for t in output.finish("length")] == ["ab"]
     assert output.finish_reason == "length"
 
@@ -175,6 +179,6 @@ def test_the_output_of_a_model_that_ends_at_once_is_empty(tmp_path: Path) -> Non
     path = write_llama(tmp_path / "m.gguf", byte_level())
     ending = Model(path)
     output = Output(ending, [])
-    assert output.push([(byte_level().eos, Source.DRAFT)]) == []
+    assert output.push([emitted(byte_level().eos)]) == []
     assert (output.finish_reason, output.n_tokens) == ("stop", 0)
     ending.close()
