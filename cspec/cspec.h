@@ -94,7 +94,8 @@ int32_t cspec_verify_block(const float *const *p, const float *const *q, const i
                            int32_t *token);
 
 /* What the block rule decides by. The number of accepted tokens is the largest t with t == 0 or
- * u_accept[t - 1] < b[t]; given drafted, it is at least t with probability a[t].
+ * u_accept[t - 1] < b[t]. Given the first t drafted ids, and averaged over those drawn after them, it is at
+ * least t with probability a[t].
  *
  *   a, b  [gamma + 1] out; a[0] and b[0] are 1 */
 void cspec_block_thresholds(const float *const *p, const float *const *q, const int32_t *drafted,
@@ -116,5 +117,48 @@ int32_t cspec_verify_coupled(const float *const *p, const int32_t *drafted, int3
 
 /* llama.cpp's abort callback: whether a pass is to end early. flag: [1] int32_t, non-zero to end it. */
 _Bool cspec_abort_requested(void *flag);
+
+/* ---- the bridge into ggml's CPU backend (ggml_bridge.c) -------------------------------------------- */
+
+/* The bridge's checks, in order. */
+enum {
+    CSPEC_CHECK_TENSORS = 1,   /* tensors are laid out as declared */
+    CSPEC_CHECK_LIST = 2,      /* the list of extra buffer types is what it is believed to be */
+    CSPEC_CHECK_CALLS = 3,     /* ggml calls the bridge's entry with the arguments declared */
+    CSPEC_CHECK_ATTENTION = 4, /* attention through it is right, and the same at every width */
+    CSPEC_CHECK_PRODUCTS = 5,  /* matrix products likewise */
+};
+
+/* Operations that the bridge was asked about, by what became of them. */
+enum {
+    CSPEC_BRIDGE_ATTENTION = 0, /* attention made independent of the width */
+    CSPEC_BRIDGE_PRODUCT = 1,   /* matrix products likewise */
+    CSPEC_BRIDGE_WIDE = 2,      /* left to ggml: wider than the exact width */
+    CSPEC_BRIDGE_FOREIGN = 3,   /* left to ggml: weights in another extra buffer type's layout */
+    CSPEC_BRIDGE_UNKNOWN = 4,   /* left to ggml: a product of a kind that the bridge does not know */
+    CSPEC_BRIDGE_COUNTS = 5,
+};
+
+/* Attaches the bridge to the llama.cpp in this process, once; later calls find it attached. Call it before a
+ * model is loaded, and while no graph is being computed.
+ *
+ *   library      path of the libllama that is already loaded
+ *   fail_at      the check that is to fail although it holds (for tests); 0: none
+ *   reason       [reason_size] out: why it is not attached, on one line
+ *
+ * Returns whether it is attached. If not, ggml is as it was. */
+int32_t cspec_bridge_attach(const char *library, int32_t fail_at, char *reason, size_t reason_size);
+
+/* Turns an attached bridge off and on, between passes (for comparisons). On at first. */
+void cspec_bridge_enable(int32_t on);
+
+/* The widest operation, in tokens, that is made independent of the width. */
+void cspec_bridge_exact_width(int64_t n_tokens);
+
+/* counts: [CSPEC_BRIDGE_COUNTS] out, since the bridge was attached. */
+void cspec_bridge_read_counts(uint64_t *counts);
+
+/* How many devices ggml knows; more than one may take operations away from the CPU. 0: not attached. */
+int32_t cspec_bridge_devices(void);
 
 #endif

@@ -1,0 +1,134 @@
+"""Attaches the bridge that makes logits independent of how many tokens are evaluated together.
+
+llama.cpp's CPU backend sums in another order at another width. cspec's bridge (cspec/ggml_bridge.c) mends
+that from outside; docs/exactness.md says how, and what withdraws the promise. Everything works without it,
+except that a text with speculation may then differ from one without.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+
+import llama_cpp
+
+from pyspec._cspec import ffi, lib
+
+log = logging.getLogger("pyspec.bridge")
+
+# The llama-cpp-python whose structures the bridge knows.
+LLAMA_CPP_PYTHON = "0.3.36"
+
+# Passes of at most this many tokens are exact by default. Wider ones, which only prompts need, run in
+# llama.cpp's own kernels: they sum in another order and are three times as fast.
+EXACT_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class BridgeStatus:
+    """Whether the bridge is attached to this process's llama.cpp, and why if not."""
+
+    attached: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class BridgeCounts:
+    """Operations that llama.cpp asked the bridge about, by what became of them."""
+
+    attention: int  # made independent of the width
+    products: int  # likewise
+    wide: int  # left to llama.cpp: wider than the exact width
+    foreign: int  # left to llama.cpp: weights that it has repacked
+    unknown: int  # left to llama.cpp: of a kind that the bridge does not know
+
+
+_lock = threading.Lock()
+_status: BridgeStatus | None = None
+_exact_width: int | None = EXACT_WIDTH
+
+
+def attach() -> BridgeStatus:
+    """Attach the bridge unless it is, or has been refused. Call before a model is loaded.
+
+    PYSPEC_BRIDGE=off in the environment keeps it away.
+    """
+    global _status
+    with _lock:
+        if _status is None:
+            reason = _refusal() or _attach()
+            _status = BridgeStatus(not reason, reason)
+            log.debug("bridge %s", f"not attached: {reason}" if reason else "attached")
+        return _status
+
+
+def _refusal() -> str:
+    if os.environ.get("PYSPEC_BRIDGE") == "off":
+        return "PYSPEC_BRIDGE=off"
+    if llama_cpp.__version__ != LLAMA_CPP_PYTHON:
+        return f"llama-cpp-python is {llama_cpp.__version__}, not {LLAMA_CPP_PYTHON}"
+    return ""
+
+
+def _attach() -> str:
+    reason = ffi.new("char[256]")
+    # The library as it was opened: an installation holds several copies of each.
+    library = os.fsencode(llama_cpp.llama_cpp._lib._name)
+    lib.cspec_bridge_attach(library, 0, reason, len(reason))
+    set_exact_width(EXACT_WIDTH)
+    return str(ffi.string(reason).decode("utf-8", "replace"))
+
+
+def set_exact_width(n_tokens: int | None) -> None:
+    """Choose the widest pass, in tokens, that is exact; None for any width, which makes prompts slow."""
+    global _exact_width
+    _exact_width = n_tokens
+    lib.cspec_bridge_exact_width(2**62 if n_tokens is None else n_tokens)
+
+
+def counts() -> BridgeCounts:
+    """The operations of all contexts of this process since the bridge was attached."""
+    values = ffi.new("uint64_t[]", lib.CSPEC_BRIDGE_COUNTS)
+    lib.cspec_bridge_read_counts(values)
+    return BridgeCounts(*values)
+
+
+def bit_exact_reason(
+    *,
+    width: int,
+    flash_attention: bool = True,
+    extra_buffers: bool = False,
+    gpu_layers: int = 0,
+    swa_full: bool = True,
+    recurrent: bool = False,
+) -> str | None:
+    """Why logits may depend on how many tokens are evaluated together; None when they do not.
+
+    Args:
+        width: Tokens of the widest pass whose logits count: drafted tokens and one.
+        flash_attention: Whether the context was made with flash attention.
+        extra_buffers: Whether the model was loaded with use_extra_bufts.
+        gpu_layers: Layers on another device.
+        swa_full: Whether layers with a sliding window have cells for the whole context.
+        recurrent: Whether the model has recurrent layers.
+    """
+    status = attach()
+    if not status.attached:
+        return f"the bridge is not attached: {status.reason}"
+    if not flash_attention:
+        return "flash attention is off"
+    if extra_buffers:
+        return "llama.cpp has repacked the weights (use_extra_bufts)"
+    if gpu_layers or lib.cspec_bridge_devices() > 1:
+        return "another device than the CPU takes part"
+    if not swa_full:
+        return "cells of the sliding window are reused in an order that depends on the width"
+    if recurrent:
+        return "llama.cpp computes recurrent layers in another way at width 1"
+    if _exact_width is not None and width > _exact_width:
+        return f"passes of {width} tokens are wider than {_exact_width}"
+    if counts().unknown:
+        return "llama.cpp computes a matrix product of a kind that the bridge does not know"
+    return None
