@@ -33,7 +33,8 @@ class Engine:
 
     Args:
         target: The model whose text is wanted: a loaded Model or a file.
-        draft: A small model of the same vocabulary, or None for plain decoding.
+        draft: A small model of the same vocabulary, or a ready drafter, which stays its owner's to close;
+            None for plain decoding.
         gamma: Tokens drafted a round.
         n_ctx: Positions of context: prompt and output together. By default 4096, or as many as the target
             was trained for if that is less.
@@ -51,7 +52,7 @@ class Engine:
     def __init__(
         self,
         target: Model | str | Path,
-        draft: Model | str | Path | None = None,
+        draft: Model | str | Path | Drafter | None = None,
         *,
         gamma: int = DEFAULT_GAMMA,
         n_ctx: int | None = None,
@@ -74,17 +75,21 @@ class Engine:
         self._request = 0
         try:
             self.target = self._load(target)
-            self.draft = None if draft is None else self._load(draft)
-            if self.draft is not None:
+            self.draft: Model | None = None
+            self._drafter: Drafter | None = None
+            if isinstance(draft, (Model, str, Path)):
+                self.draft = self._load(draft)
                 check_same_vocabulary(self.target, self.draft)
+            else:
+                self._drafter = draft
             n_ctx = n_ctx or min(DEFAULT_CONTEXT, self.target.n_ctx_train)
             self._context = Context(
                 self.target, n_ctx=n_ctx, n_batch=n_batch, n_logits=MAX_WIDTH, threads=threads
             )
             self._owned.append(self._context)
-            self._drafter: Drafter | None = None
-            if self.draft is not None:
+            if draft is not None:
                 self._check_rollback()
+            if self.draft is not None:
                 draft_context = Context(
                     self.draft,
                     n_ctx=draft_ctx or n_ctx,
