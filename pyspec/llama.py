@@ -10,18 +10,17 @@ import ctypes
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import psutil
 
-from pyspec._cspec import ffi, lib
+from pyspec import worker
 from pyspec.errors import ModelError, PyspecError
 from pyspec.gguf_file import check_gguf
 
@@ -29,7 +28,6 @@ Logits = npt.NDArray[np.float32]
 
 # Tokens that a recurrent state can go back where llama.cpp keeps snapshots of it: a copy of the state each.
 _SNAPSHOTS = 8
-_Result = TypeVar("_Result")
 
 log = logging.getLogger("pyspec.llama")
 
@@ -68,43 +66,7 @@ def _why() -> str:
     return _complaints[0] if _complaints else "llama.cpp gave no reason"
 
 
-# ---- calls that Ctrl-C can end -----------------------------------------------------------------------
-
-# Every pass of every context runs on this one thread: a signal reaches the waiting main thread at once,
-# and OpenMP, which keeps a pool of threads per caller, has one pool to keep.
-_worker: ThreadPoolExecutor | None = None
-_abort = np.zeros(1, dtype=np.int32)
-_ABORT_CALLBACK = ctypes.cast(
-    int(ffi.cast("uintptr_t", ffi.addressof(lib, "cspec_abort_requested"))),
-    llama_cpp.ggml_abort_callback,
-)
-
-
-def _interruptible(call: Callable[[], _Result]) -> _Result:
-    """Run a pass on the worker thread; an exception in the waiting thread ends the pass first."""
-    global _worker
-    if _worker is None:
-        _worker = ThreadPoolExecutor(1, thread_name_prefix="pyspec-llama")
-    future = _worker.submit(call)
-    try:
-        return future.result()
-    except BaseException:
-        _abort[0] = 1
-        try:
-            future.exception()
-        finally:
-            _abort[0] = 0
-        raise
-
-
-def _forget_worker() -> None:
-    """In a forked child the thread does not exist."""
-    global _worker
-    _worker = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_worker)
+# ---- the machine ------------------------------------------------------------------------------------
 
 
 def default_threads() -> int:
@@ -259,9 +221,9 @@ class Model:
 
     def close(self) -> None:
         """Free the weights. Contexts of this model must have been closed before."""
-        if self._handle:
-            llama_cpp.llama_model_free(self._handle)
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle:
+            worker.run_last(lambda: llama_cpp.llama_model_free(handle))
 
     def __del__(self) -> None:
         self.close()
@@ -316,8 +278,8 @@ class Context:
         params.n_rs_seq = max(0, min(_SNAPSHOTS, self.n_batch - 2))
         params.offload_kqv = False
         params.op_offload = False
-        params.abort_callback = _ABORT_CALLBACK
-        params.abort_callback_data = _abort.ctypes.data
+        params.abort_callback = ctypes.cast(worker.ABORT_CALLBACK, llama_cpp.ggml_abort_callback)
+        params.abort_callback_data = worker.ABORT_FLAG
         _complaints.clear()
         self._handle = llama_cpp.llama_init_from_model(model.handle, params)
         if not self._handle:
@@ -393,7 +355,7 @@ class Context:
             batch.logits[i] = i >= n - n_logits
         _complaints.clear()
         handle = self.handle
-        status = _interruptible(lambda: llama_cpp.llama_decode(handle, batch))
+        status = worker.run(lambda: llama_cpp.llama_decode(handle, batch))
         if status != 0:
             raise ModelError(
                 f"{self.model.name}: evaluating {n} tokens at position {self.length} failed "
@@ -436,7 +398,8 @@ class Context:
         possible = not self.model.is_recurrent or (
             self.length - self._last_width < length <= self.length
         )
-        if possible and llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1):
+        memory = self._memory
+        if possible and worker.run(lambda: llama_cpp.llama_memory_seq_rm(memory, 0, length, -1)):
             self.length = min(self.length, length)
             return True
         self.clear()
@@ -444,17 +407,18 @@ class Context:
 
     def clear(self) -> None:
         """Forget the sequence."""
-        llama_cpp.llama_memory_clear(self._memory, False)
+        memory = self._memory
+        worker.run(lambda: llama_cpp.llama_memory_clear(memory, False))
         self.length = 0
 
     def close(self) -> None:
         """Free the cache and buffers."""
-        if self._batch is not None:
-            llama_cpp.llama_batch_free(self._batch)
-            self._batch = None
-        if self._handle:
-            llama_cpp.llama_free(self._handle)
-            self._handle = None
+        handle, self._handle = self._handle, None
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            worker.run_last(lambda: llama_cpp.llama_batch_free(batch))
+        if handle:
+            worker.run_last(lambda: llama_cpp.llama_free(handle))
 
     def __del__(self) -> None:
         self.close()

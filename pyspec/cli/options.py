@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from pyspec.cli.models import complete_model
 from pyspec.engine import DEFAULT_CONTEXT, DEFAULT_GAMMA
 from pyspec.sampling import Rule, SamplingParams
 
@@ -46,6 +47,7 @@ def model_options(function: _Command) -> _Command:
                 "-m",
                 "--model",
                 metavar="MODEL",
+                shell_complete=complete_model,
                 help="Target: a GGUF file, a name of `pyspec models list`, or ORG/REPO:FILE. "
                 "Without it, the default pair.",
             ),
@@ -53,6 +55,7 @@ def model_options(function: _Command) -> _Command:
                 "-d",
                 "--draft",
                 metavar="MODEL",
+                shell_complete=complete_model,
                 help="Draft model. Without it, the one that goes with the target, if it has a name.",
             ),
             click.option("--no-draft", is_flag=True, help="Decode with the target alone."),
