@@ -24,8 +24,8 @@ from pyspec.vocab import check_same_vocabulary
 
 DEFAULT_GAMMA = 4
 DEFAULT_CONTEXT = 4096
-# Rows of logits of the widest target pass; gamma is less than this.
-MAX_WIDTH = 64
+# Tokens of the widest target pass after the prefill; gamma is less than this.
+MAX_WIDTH = 32
 
 
 class Engine:
@@ -222,6 +222,8 @@ class Engine:
                     statistics.ttft_s = time.perf_counter() - start
                 if output.finish_reason:
                     statistics.finish_reason = output.finish_reason
+                    widest = len(statistics.accepted_histogram)
+                    statistics.bit_exact_reason = self._context.bit_exact_reason(widest)
                 yield Piece(tuple(shown), statistics if output.finish_reason else None)
         finally:
             if request == self._request:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from pyspec import worker
+from pyspec import bridge, worker
 from pyspec.errors import ModelError, PyspecError
 from pyspec.gguf_file import check_gguf
 
@@ -109,6 +109,9 @@ class Model:
         self.path = Path(path)
         self._handle = None
         check_gguf(self.path)
+        # llama.cpp copies the list that the bridge is entered in when the first model is loaded.
+        bridge.attach()
+        self.use_extra_bufts = use_extra_bufts
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
         params.use_extra_bufts = use_extra_bufts
@@ -380,6 +383,14 @@ class Context:
             self.handle, row - self._n_rows if row >= 0 else row
         )
         return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
+
+    def bit_exact_reason(self, width: int) -> str | None:
+        """Why logits may depend on how many tokens, up to `width`, are evaluated together; None if not."""
+        return bridge.bit_exact_reason(
+            width=width,
+            extra_buffers=self.model.use_extra_bufts,
+            recurrent=self.model.is_recurrent,
+        )
 
     def truncate(self, length: int) -> None:
         """Roll back: forget every position from `length` on, of which there may be none.

@@ -31,8 +31,8 @@ class Statistics:
         finish_reason: "stop" (end of generation or a stop string), "length" (max_tokens or a full
             context), or "abandoned".
         seed: What the random numbers were made from.
-        bit_exact: Whether the logits are the same bits as in plain decoding.
-        bit_exact_reason: Why not, if not.
+        bit_exact_reason: Why the target's logits may not be the same bits as in plain decoding; None if
+            they are.
     """
 
     prompt_tokens: int = 0
@@ -50,8 +50,7 @@ class Statistics:
     decode_s: float = 0.0
     finish_reason: str = "abandoned"
     seed: int = 0
-    bit_exact: bool = False
-    bit_exact_reason: str = ""
+    bit_exact_reason: str | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -67,6 +66,11 @@ class Statistics:
     def acceptance_rate(self) -> float | None:
         """Accepted of the verified drafted tokens."""
         return self.accepted / self.verified if self.verified else None
+
+    @property
+    def bit_exact(self) -> bool:
+        """Whether the target's logits are the same bits as in plain decoding."""
+        return self.bit_exact_reason is None
 
     def count_round(self, drafted: int, accepted: int) -> None:
         """Add the outcome of a round."""

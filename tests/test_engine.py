@@ -364,7 +364,7 @@ def test_a_prompt_that_fills_the_context_gets_one_token(pair: Engine) -> None:
 
 @pytest.mark.parametrize("gamma", [-1, MAX_WIDTH])
 def test_gamma_has_limits(pair: Engine, gamma: int) -> None:
-    with pytest.raises(UsageError, match="gamma must be from 0 to 63"):
+    with pytest.raises(UsageError, match="gamma must be from 0 to 31"):
         pair.generate(PROMPT, gamma=gamma)
 
 
