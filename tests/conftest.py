@@ -25,6 +25,15 @@ def _log(level: int, text: bytes, _data: ctypes.c_void_p) -> None:
 llama_cpp.llama_log_set(_log, ctypes.c_void_p())
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the longer proofs out unless -m asks for them."""
+    if "thorough" in config.option.markexpr:
+        return
+    longer = [item for item in items if item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=longer)
+    items[:] = [item for item in items if item not in longer]
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory for model files that last for the whole run."""
