@@ -14,6 +14,7 @@ from pyspec.errors import PyspecError, UsageError
 COMMANDS = {
     "generate": "pyspec.cli.generate",
     "models": "pyspec.cli.models",
+    "verify": "pyspec.cli.verify",
 }
 
 
