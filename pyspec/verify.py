@@ -100,10 +100,10 @@ QUICK = Effort(
     gammas=(1,),
     random_gammas=(2,),
     prompts=PROMPTS,
-    max_tokens=32,
+    max_tokens=24,
     contexts=2,
     rounds_gamma=2,
-    samples=2000,
+    samples=1500,
 )
 THOROUGH = Effort(
     positions=(1, 31, 200, 511, 512, 600, 1020, 1500, 3000),
@@ -160,11 +160,15 @@ class Setup:
         )
 
     def prompt_ids(self, n_free: int, n_ctx: int) -> list[list[int]]:
-        """The prompts' tokens, cut so that n_free more fit in a context of n_ctx."""
-        return [
-            _prompt_ids(self.target, text)[: max(1, n_ctx - n_free)]
-            for text in self.prompts or self.effort.prompts
-        ]
+        """The prompts' tokens, cut so that n_free more fit in a context of n_ctx.
+
+        Raises:
+            UsageError: A prompt has no tokens.
+        """
+        prompts = [_prompt_ids(self.target, text) for text in self.prompts or self.effort.prompts]
+        if not all(prompts):
+            raise UsageError(f"prompt {prompts.index([]) + 1} has no tokens of {self.target.name}")
+        return [ids[: max(1, n_ctx - n_free)] for ids in prompts]
 
     def counter(self, check: str, total: int) -> Callable[[], None]:
         """What to call after each of a check's steps."""
@@ -199,7 +203,7 @@ def verify(setup: Setup) -> Iterator[Result]:
     yield from check_bits(setup, setup.target, "target")
     if setup.draft is None:
         for check in ("greedy", "coupled", "distribution"):
-            yield Result(check, "draft", None, "skipped: there is no draft")
+            yield Result(check, "draft", None, "there is no draft")
         return
     if setup.effort.bits_of_draft:
         yield from check_bits(setup, setup.draft, "draft")
@@ -296,7 +300,7 @@ def check_bits(setup: Setup, model: Model, name: str) -> Iterator[Result]:
     if rolled_back.rows:
         yield rolled_back.result(subject, reason)
     else:
-        yield Result("bits", subject, None, "skipped: its memory cannot roll back")
+        yield Result("bits", subject, None, "its memory cannot roll back")
 
 
 def _cover(context: Context, ids: Sequence[int]) -> None:
@@ -716,9 +720,7 @@ def _judge(
     if not fits:
         return Result(check, subject, True, f"caught: {detail}", figures)
     if disagreement < _DISAGREEMENT:
-        detail = (
-            f"skipped: target and draft agree to {disagreement:.2g}, hardly anything is rejected"
-        )
+        detail = f"target and draft agree to {disagreement:.2g}, hardly anything is rejected"
         return Result(check, subject, None, detail, figures)
     return Result(
         check, subject, False, f"not caught, so this test proves nothing: {detail}", figures

@@ -366,3 +366,10 @@ def test_what_cannot_be_checked_is_refused_first(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         next(verify.verify(replace(setup, **change)))  # type: ignore[arg-type]
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
+    target = Model(write_llama(tmp_path / "t.gguf", replace(byte_level(), add_bos=False)))
+    with pytest.raises(UsageError, match=r"prompt 2 has no tokens of t\.gguf"):
+        list(verify.verify(Setup(target=target, prompts=["ab", "XYZ"], threads=1)))
+    target.close()
