@@ -102,12 +102,13 @@ static struct {
 } ggml;
 #undef MEMBER
 
-/* Returns the first name that is missing, or null. */
+/* As the dynamic linker does for the library itself: what the program has put in front (a preloaded allocator's
+ * operator new) comes first. Returns the first name that is missing, or null. */
 static const char *resolve(void *library)
 {
     void *symbol;
 #define RESOLVE(result, name, arguments)                                                              \
-    if ((symbol = dlsym(library, #name)) == NULL) {                                                   \
+    if ((symbol = dlsym(RTLD_DEFAULT, #name)) == NULL && (symbol = dlsym(library, #name)) == NULL) {  \
         return #name;                                                                                 \
     }                                                                                                 \
     memcpy(&ggml.name, &symbol, sizeof symbol);
@@ -454,31 +455,31 @@ static const char *check_list(void)
     return NULL;
 }
 
-/* At the front, so that no other entry takes an operation first. A reader in another thread sees the old
- * or the new storage, both valid: the old one is left allocated. */
+/* The list as it was, and the storage that replaces its own: a reader in another thread sees one or the
+ * other, both valid. At the end of the process the list frees the one that it then has. */
+static buft_vector original;
+static buffer_type **storage;
+
+/* At the front, so that no other entry takes an operation first. */
 static void insert(void)
 {
     buft_vector *list = ggml._Z39ggml_backend_cpu_get_extra_buffer_typesv();
     const size_t n = (size_t)(list->end - list->begin);
-    buffer_type **storage = ggml._Znwm((n + 1) * sizeof *storage);
+    if (storage == NULL) {
+        storage = ggml._Znwm((MOST_ENTRIES + 1) * sizeof *storage);
+    }
     storage[0] = &entry;
     for (size_t i = 0; i < n; i++) {
         storage[i + 1] = list->begin[i];
     }
     entry.device = ggml.ggml_backend_reg_dev_get(ggml.ggml_backend_cpu_reg(), 0);
-    *list = (buft_vector){storage, storage + n + 1, storage + n + 1};
+    original = *list;
+    *list = (buft_vector){storage, storage + n + 1, storage + MOST_ENTRIES + 1};
 }
 
 static void withdraw(void)
 {
-    buft_vector *list = ggml._Z39ggml_backend_cpu_get_extra_buffer_typesv();
-    buffer_type **kept = list->begin;
-    for (buffer_type **each = list->begin; each < list->end; each++) {
-        if (*each != &entry) {
-            *kept++ = *each;
-        }
-    }
-    list->end = kept;
+    *ggml._Z39ggml_backend_cpu_get_extra_buffer_typesv() = original;
 }
 
 /* ---- checks -------------------------------------------------------------------------------------- */
@@ -579,8 +580,9 @@ enum {
     EXPERTS = 2,  /* and of each expert, both of which every token uses */
 };
 enum { KV_SIZE = KV_HEADS * CELLS * HEAD, Q_SIZE = Q_HEADS * HEAD };
-/* At 9 columns ggml's tiled products would begin. One thread computes width 1, two the others. */
-static const int32_t widths[] = {1, 2, 5, 9};
+/* A single row by two threads, where ggml would split the cells; a few; enough for ggml's tiled products.
+ * Each is compared with single rows by one thread. */
+static const int32_t widths[] = {1, 2, 9};
 enum { N_WIDTHS = sizeof widths / sizeof *widths };
 
 /* What the tests compute with; freed when the bridge has been attached. */
@@ -774,8 +776,10 @@ static const char *check_products(struct material *m)
         int32_t type;
         double tolerance;
     } types[] = {
-        {CSPEC_GGML_F32, 1e-4}, {CSPEC_GGML_F16, 0.05}, {CSPEC_GGML_BF16, 0.3},
-        {CSPEC_GGML_Q4_0, 5},   {CSPEC_GGML_Q8_0, 0.5}, {CSPEC_GGML_Q4_K, 5},
+        {CSPEC_GGML_F32, 1e-4},
+        {CSPEC_GGML_F16, 0.05},
+        {CSPEC_GGML_Q8_0, 0.5},
+        {CSPEC_GGML_Q4_K, 5},
     };
     enum { N_TYPES = sizeof types / sizeof *types };
     const uint64_t before = atomic_load(&counts[CSPEC_BRIDGE_PRODUCT]);
@@ -792,7 +796,7 @@ static const char *check_products(struct material *m)
                     return "products through the bridge are wrong";
                 }
             }
-            for (int32_t w = 0; w < N_WIDTHS; w++) {
+            for (int32_t w = 1; w < N_WIDTHS; w++) {
                 const int32_t first = N_ROWS - widths[w];
                 if (!product(m, m->many, types[t].type, experts, first, widths[w], 2)) {
                     return "the product test could not be computed";
@@ -803,7 +807,7 @@ static const char *check_products(struct material *m)
             }
         }
     }
-    if (atomic_load(&counts[CSPEC_BRIDGE_PRODUCT]) - before != N_TYPES * 2 * (N_ROWS + N_WIDTHS)) {
+    if (atomic_load(&counts[CSPEC_BRIDGE_PRODUCT]) - before != N_TYPES * 2 * (N_ROWS + N_WIDTHS - 1)) {
         return "ggml did not ask the bridge about every product";
     }
     return NULL;

@@ -386,11 +386,7 @@ class Context:
 
     def bit_exact_reason(self, width: int) -> str | None:
         """Why logits may depend on how many tokens, up to `width`, are evaluated together; None if not."""
-        return bridge.bit_exact_reason(
-            width=width,
-            extra_buffers=self.model.use_extra_bufts,
-            recurrent=self.model.is_recurrent,
-        )
+        return bridge.bit_exact_reason(width=width, extra_buffers=self.model.use_extra_bufts)
 
     def truncate(self, length: int) -> None:
         """Roll back: forget every position from `length` on, of which there may be none.
