@@ -100,6 +100,7 @@ def test_another_version_is_left_alone(tiny_target: Path) -> None:
     assert reason == "llama-cpp-python is 0.3.37, not 0.3.36"
 
 
+# Past bridge.attach, which loading a model would call as well: run with PYSPEC_BRIDGE=off.
 ATTACH = """
 import ctypes, sys
 from pyspec import bridge
@@ -136,7 +137,9 @@ for check in range(lib.CSPEC_CHECK_TENSORS, lib.CSPEC_CHECK_PRODUCTS + 1):
 print(attach(sys.argv[2]))
 assert entries()[1:] == before
 """
-    lines = python(ATTACH + code + ANSWER + later, str(tiny_target), LIBRARY).splitlines()
+    lines = python(
+        ATTACH + code + ANSWER + later, str(tiny_target), LIBRARY, PYSPEC_BRIDGE="off"
+    ).splitlines()
     failures = lib.CSPEC_CHECK_PRODUCTS - lib.CSPEC_CHECK_TENSORS + 1
     assert lines == ["False a check was told to fail"] * failures + ["True"]
 
@@ -228,7 +231,9 @@ for path in sys.argv[2:]:
     front = ctypes.CDLL(path)
     print(attach(path), flush=True)
 """
-    answers = python(ATTACH + code + ANSWER, str(tiny_target), *libraries).splitlines()
+    answers = python(
+        ATTACH + code + ANSWER, str(tiny_target), *libraries, PYSPEC_BRIDGE="off"
+    ).splitlines()
     expected = {difference: f"False {reason}" for difference, (_, reason) in FRONTS.items()}
     assert dict(zip(FRONTS, answers, strict=True)) == expected
 
