@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import llama_cpp
 
+from pyspec import worker
 from pyspec._cspec import ffi, lib
 
 log = logging.getLogger("pyspec.bridge")
@@ -58,7 +59,8 @@ def attach() -> BridgeStatus:
     global _status
     with _lock:
         if _status is None:
-            reason = _refusal() or _attach()
+            # On the worker: no graph is computed meanwhile, and its OpenMP threads are the ones in use.
+            reason = _refusal() or worker.run(_attach)
             _status = BridgeStatus(not reason, reason)
             log.debug("bridge %s", f"not attached: {reason}" if reason else "attached")
         return _status

@@ -68,6 +68,13 @@ def test_llama_cpp_asks_it_about_attention_and_products(tiny_target: Path) -> No
     assert (wide.foreign, wide.unknown) == (0, 0)
 
 
+@on_supported_platforms
+@pytest.mark.parametrize("setting", ["OMP_THREAD_LIMIT", "OMP_NUM_THREADS"])
+def test_attaches_with_a_single_thread(setting: str) -> None:
+    code = "from pyspec import bridge; print(bridge.attach())"
+    assert python(code, **{setting: "1"}) == "BridgeStatus(attached=True, reason='')"
+
+
 # ---- staying out -------------------------------------------------------------------------------------
 
 STATUS = """
