@@ -191,16 +191,16 @@ def test_mistakes_are_refused(pair: list[str], tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, signal
-from pyspec import verify
+from pyspec.verify import distribution
 from pyspec.cli import main
 
-played = verify._two_tokens
+played = distribution._two_tokens
 
 def interrupted(*arguments):
     os.kill(os.getpid(), signal.SIGINT)
     return played(*arguments)
 
-verify._two_tokens = interrupted
+distribution._two_tokens = interrupted
 main()
 """
 
