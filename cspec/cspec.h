@@ -161,4 +161,33 @@ void cspec_bridge_read_counts(uint64_t *counts);
 /* How many devices ggml knows; more than one may take operations away from the CPU. 0: not attached. */
 int32_t cspec_bridge_devices(void);
 
+/* ---- matrix products (matmul/) ---------------------------------------------------------------------
+ *
+ * What the bridge computes products with, for tests and measurements. type is ggml's number of a weight type.
+ * docs/kernels.md shows the layouts. */
+
+/* Instruction sets. */
+enum {
+    CSPEC_MATMUL_OFF = 0,
+    CSPEC_MATMUL_C = 1,
+    CSPEC_MATMUL_AVX2 = 2,
+    CSPEC_MATMUL_AVX512 = 3, /* with VNNI */
+};
+
+/* Whether this CPU has an instruction set. */
+int32_t cspec_matmul_has(int32_t instructions);
+
+/* Bytes of n_rows rows of n_k weights when packed; 0: the type or shape is not covered. */
+size_t cspec_matmul_packed_size(int32_t type, int64_t n_rows, int64_t n_k);
+
+/* Packs rows, in ggml's layout, into packed [cspec_matmul_packed_size]. */
+void cspec_matmul_pack(int32_t type, int64_t n_rows, int64_t n_k, const void *rows, void *packed);
+
+/* Bytes of scratch for the activations of n_tokens tokens. */
+size_t cspec_matmul_activations_size(int32_t type, int64_t n_k, int64_t n_tokens);
+
+/* out [n_tokens][n_rows] = x [n_tokens][n_k] times the weights' transpose, in n_parts as so many threads would. */
+void cspec_matmul(int32_t instructions, int32_t type, int64_t n_rows, int64_t n_k, int64_t n_tokens,
+                  const void *packed, const float *x, void *activations, float *out, int32_t n_parts);
+
 #endif
