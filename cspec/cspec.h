@@ -127,6 +127,9 @@ enum {
     CSPEC_CHECK_CALLS = 3,     /* ggml calls the bridge's entry with the arguments declared */
     CSPEC_CHECK_ATTENTION = 4, /* attention through it is right, and the same at every width */
     CSPEC_CHECK_PRODUCTS = 5,  /* matrix products likewise */
+    CSPEC_CHECK_BUFFERS = 6,   /* of the kernels: buffers are laid out as declared */
+    CSPEC_CHECK_KERNELS = 7,   /* each gives the bits of plain C */
+    CSPEC_CHECK_PACKED = 8,    /* through ggml they are right, and the same at every width */
 };
 
 /* Operations that the bridge was asked about, by what became of them. */
@@ -160,6 +163,19 @@ void cspec_bridge_read_counts(uint64_t *counts);
 
 /* How many devices ggml knows; more than one may take operations away from the CPU. 0: not attached. */
 int32_t cspec_bridge_devices(void);
+
+/* Attaches the kernels to an attached bridge: weights can then be loaded in their layout. Call it like
+ * cspec_bridge_attach, once.
+ *
+ *   instructions  the widest instruction set (CSPEC_MATMUL_...) to use of those that the CPU has
+ *
+ * Returns the instruction set that is used; CSPEC_MATMUL_OFF: none, and ggml is as it was. */
+int32_t cspec_kernels_attach(const char *library, int32_t instructions, int32_t fail_at, char *reason,
+                             size_t reason_size);
+
+/* Whether models that are now loaded with use_extra_bufts have their weights in the kernels' layout, those
+ * that no kernel takes in ggml's own, and none in another extra buffer type's. Off at first. */
+void cspec_kernels_offer(int32_t on);
 
 /* ---- matrix products (matmul/) ---------------------------------------------------------------------
  *

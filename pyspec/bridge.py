@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import llama_cpp
@@ -45,8 +47,21 @@ class BridgeCounts:
     unknown: int  # left to llama.cpp: of a kind that the bridge does not know
 
 
+@dataclass(frozen=True)
+class KernelStatus:
+    """The instruction set of the kernels for quantised products; empty, with the reason, if they are not used."""
+
+    instructions: str
+    reason: str = ""
+
+
+# Names of the instruction sets, as PYSPEC_KERNELS takes them, by cspec's number.
+INSTRUCTIONS = ("off", "c", "avx2", "avx512")
+
 _lock = threading.Lock()
+_loading = threading.Lock()  # what is offered to a model being loaded is not the model's own
 _status: BridgeStatus | None = None
+_kernels: KernelStatus | None = None
 _exact_width: int | None = EXACT_WIDTH
 
 
@@ -74,11 +89,55 @@ def _refusal() -> str:
 
 def _attach() -> str:
     reason = ffi.new("char[256]")
-    # The library as it was opened: an installation holds several copies of each.
-    library = os.fsencode(llama_cpp.llama_cpp._lib._name)
-    lib.cspec_bridge_attach(library, 0, reason, len(reason))
+    lib.cspec_bridge_attach(_library(), 0, reason, len(reason))
     set_exact_width(EXACT_WIDTH)
     return str(ffi.string(reason).decode("utf-8", "replace"))
+
+
+def _library() -> bytes:
+    """The library as it was opened: an installation holds several copies of each."""
+    return os.fsencode(llama_cpp.llama_cpp._lib._name)
+
+
+def attach_kernels() -> KernelStatus:
+    """Attach the bridge, and to it the kernels, unless they are or have been refused.
+
+    PYSPEC_KERNELS in the environment limits them to an instruction set, or turns them off.
+    """
+    global _kernels
+    attach()
+    with _lock:
+        if _kernels is None:
+            wanted = os.environ.get("PYSPEC_KERNELS", INSTRUCTIONS[-1])
+            if wanted not in INSTRUCTIONS:
+                _kernels = KernelStatus("", f"PYSPEC_KERNELS is not one of {', '.join(INSTRUCTIONS)}")
+            else:
+                reason = ffi.new("char[256]")
+                found = lib.cspec_kernels_attach(
+                    _library(), INSTRUCTIONS.index(wanted), 0, reason, len(reason)
+                )
+                _kernels = KernelStatus(
+                    INSTRUCTIONS[found] if found else "", ffi.string(reason).decode("utf-8", "replace")
+                )
+            log.debug("kernels: %s", _kernels.instructions or f"not attached: {_kernels.reason}")
+        return _kernels
+
+
+@contextmanager
+def packed_weights() -> Iterator[bool]:
+    """While it lasts, models load their weights in the kernels' layout; whether there are kernels.
+
+    The model must be loaded with use_extra_bufts if there are, and without otherwise.
+    """
+    if not attach_kernels().instructions:
+        yield False
+        return
+    with _loading:
+        lib.cspec_kernels_offer(1)
+        try:
+            yield True
+        finally:
+            lib.cspec_kernels_offer(0)
 
 
 def set_exact_width(n_tokens: int | None) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,10 @@ class Model:
         self.use_extra_bufts = use_extra_bufts
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
-        params.use_extra_bufts = use_extra_bufts
         _complaints.clear()
-        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        with nullcontext(False) if use_extra_bufts else bridge.packed_weights() as packed:
+            params.use_extra_bufts = use_extra_bufts or packed
+            self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._handle:
             raise ModelError(f"{self.path}: llama.cpp cannot load this model: {_why()}")
         if not llama_cpp.llama_model_has_decoder(self._handle) or llama_cpp.llama_model_has_encoder(

@@ -130,4 +130,7 @@ struct matmul_product {
 /* Panels first to last - 1 times all tokens. */
 void matmul_multiply(const struct matmul_product *product, int64_t first, int64_t last);
 
+/* Whether every kernel of a level gives the bits of plain C on panels of random bytes. */
+bool matmul_agrees(int32_t level);
+
 #endif

@@ -59,6 +59,69 @@ void matmul_multiply(const struct matmul_product *product, int64_t first, int64_
     }
 }
 
+/* ---- a self-test --------------------------------------------------------------------------------- */
+
+static void fill(uint8_t *bytes, size_t size, uint32_t seed)
+{
+    uint32_t state = seed;
+    for (size_t i = 0; i < size; i++) {
+        state = state * 1664525u + 1013904223u;
+        bytes[i] = (uint8_t)(state >> 24);
+    }
+}
+
+/* F16 and BF16 without the top bit of their exponent are neither infinite nor NaN. */
+static void make_finite(uint8_t *halves, size_t size)
+{
+    for (size_t i = 1; i < size; i += 2) {
+        halves[i] &= 0xbf;
+    }
+}
+
+static bool kernel_agrees(const struct matmul_type *type, int32_t level, int32_t n)
+{
+    enum { BLOCKS = 2, MOST = BLOCKS * 3392 };
+    uint8_t panel[MOST], records[BLOCKS * 324 * MATMUL_TOKENS];
+    int8_t quantised[256];
+    float x[MATMUL_TOKENS][BLOCKS * 256], expected[MATMUL_TOKENS][MATMUL_ROWS], out[MATMUL_TOKENS][MATMUL_ROWS];
+    const size_t head_size = matmul_head_size(type, BLOCKS), size = matmul_panel_size(type, BLOCKS);
+    matmul_kernel *kernel = find_kernel(level, type, n);
+    if (kernel == NULL) {
+        return true; /* plain C is used */
+    }
+    fill(panel, size, 1);
+    make_finite(panel, head_size);
+    for (size_t at = head_size; at < size; at += (size_t)type->body_bytes) {
+        make_finite(panel + at, type->scales == NO_SCALE ? (size_t)type->body_bytes : 64);
+    }
+    for (int32_t t = 0; t < n; t++) {
+        for (int32_t i = 0; i < BLOCKS * 256; i += 256) {
+            fill((uint8_t *)quantised, sizeof quantised, (uint32_t)(t + i));
+            for (int32_t k = 0; k < 256; k++) {
+                x[t][i + k] = (float)quantised[k] / 64;
+            }
+        }
+    }
+    const struct matmul_tokens tokens = {(const char *)x, {n, 1, 1}, {sizeof *x, 0, 0}};
+    matmul_quantise(type, BLOCKS, &tokens, n, records, 0, BLOCKS);
+    matmul_c(type, n, panel, records, BLOCKS, expected[0], MATMUL_ROWS);
+    kernel(panel, records, BLOCKS, out[0], MATMUL_ROWS);
+    return memcmp(out, expected, sizeof *out * (size_t)n) == 0;
+}
+
+bool matmul_agrees(int32_t level)
+{
+    for (int32_t number = 0; number < 64; number++) {
+        const struct matmul_type *type = matmul_find_type(number);
+        for (int32_t n = 1; type != NULL && n <= MATMUL_TOKENS; n++) {
+            if (!kernel_agrees(type, level, n)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
 /* ---- for Python ---------------------------------------------------------------------------------- */
 
 static const struct matmul_type *covered(int32_t type, int64_t n_rows, int64_t n_k)
