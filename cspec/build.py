@@ -12,6 +12,10 @@ SOURCES = [
     for path in sorted(HERE.glob(pattern))
 ]
 
+# Contraction into fused multiply-adds would make results depend on the CPU's features. Nothing looks at
+# floating-point exceptions, and loops that might raise them are not vectorised unless that is said.
+FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra"]
+
 # What cffi parses is the public header without its preprocessor lines: one declaration, one place.
 DECLARATIONS = "\n".join(
     line for line in (HERE / "cspec.h").read_text().splitlines() if not line.startswith("#")
@@ -24,20 +28,9 @@ ffibuilder.set_source(
     '#include "cspec.h"',
     sources=SOURCES,
     include_dirs=["cspec"],
-    depends=[
-        f"cspec/{path.relative_to(HERE).as_posix()}" for path in sorted(HERE.glob("**/*.h"))
-    ],
+    depends=[f"cspec/{path.relative_to(HERE).as_posix()}" for path in sorted(HERE.glob("**/*.h"))],
     libraries=["m"],
-    # Contraction into fused multiply-adds would make results depend on the CPU's features. Nothing looks at
-    # floating-point exceptions, and loops that might raise them are not vectorised unless that is said.
-    extra_compile_args=[
-        "-std=c11",
-        "-O3",
-        "-ffp-contract=off",
-        "-fno-trapping-math",
-        "-Wall",
-        "-Wextra",
-    ],
+    extra_compile_args=FLAGS,
 )
 
 if __name__ == "__main__":

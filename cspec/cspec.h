@@ -118,6 +118,9 @@ int32_t cspec_verify_coupled(const float *const *p, const int32_t *drafted, int3
 /* llama.cpp's abort callback: whether a pass is to end early. flag: [1] int32_t, non-zero to end it. */
 _Bool cspec_abort_requested(void *flag);
 
+/* llama.cpp's progress callback: whether loading a model is to go on. progress: 0 to 1; flag: as above. */
+_Bool cspec_load_wanted(float progress, void *flag);
+
 /* ---- the bridge into ggml's CPU backend (ggml_bridge.c) -------------------------------------------- */
 
 /* The bridge's checks, in order. */

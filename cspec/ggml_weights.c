@@ -345,6 +345,9 @@ void weights_set_level(int32_t new_level)
 
 void weights_offer(bool on)
 {
+    if (offered == NULL) {
+        return;
+    }
     if (on) {
         offered[0] = ours;
         offered[1] = NULL;

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import llama_cpp
 
+from pyspec import worker
 from pyspec._cspec import ffi, lib
 
 log = logging.getLogger("pyspec.bridge")
@@ -49,7 +50,7 @@ class BridgeCounts:
 
 @dataclass(frozen=True)
 class KernelStatus:
-    """The instruction set of the kernels for quantised products; empty, with the reason, if they are not used."""
+    """The instruction set of the kernels for quantised products; empty if they are not used, and why."""
 
     instructions: str
     reason: str = ""
@@ -59,7 +60,6 @@ class KernelStatus:
 INSTRUCTIONS = ("off", "c", "avx2", "avx512")
 
 _lock = threading.Lock()
-_loading = threading.Lock()  # what is offered to a model being loaded is not the model's own
 _status: BridgeStatus | None = None
 _kernels: KernelStatus | None = None
 _exact_width: int | None = EXACT_WIDTH
@@ -73,7 +73,8 @@ def attach() -> BridgeStatus:
     global _status
     with _lock:
         if _status is None:
-            reason = _refusal() or _attach()
+            # On the worker: no graph is computed meanwhile, and its OpenMP threads are the ones in use.
+            reason = _refusal() or worker.run(_attach)
             _status = BridgeStatus(not reason, reason)
             log.debug("bridge %s", f"not attached: {reason}" if reason else "attached")
         return _status
@@ -109,35 +110,33 @@ def attach_kernels() -> KernelStatus:
     with _lock:
         if _kernels is None:
             wanted = os.environ.get("PYSPEC_KERNELS", INSTRUCTIONS[-1])
-            if wanted not in INSTRUCTIONS:
-                _kernels = KernelStatus("", f"PYSPEC_KERNELS is not one of {', '.join(INSTRUCTIONS)}")
+            if wanted in INSTRUCTIONS:
+                _kernels = worker.run(lambda: _attach_kernels(INSTRUCTIONS.index(wanted)))
             else:
-                reason = ffi.new("char[256]")
-                found = lib.cspec_kernels_attach(
-                    _library(), INSTRUCTIONS.index(wanted), 0, reason, len(reason)
-                )
-                _kernels = KernelStatus(
-                    INSTRUCTIONS[found] if found else "", ffi.string(reason).decode("utf-8", "replace")
-                )
+                _kernels = KernelStatus("", f"PYSPEC_KERNELS is none of {', '.join(INSTRUCTIONS)}")
             log.debug("kernels: %s", _kernels.instructions or f"not attached: {_kernels.reason}")
         return _kernels
 
 
+def _attach_kernels(wanted: int) -> KernelStatus:
+    reason = ffi.new("char[256]")
+    found = lib.cspec_kernels_attach(_library(), wanted, 0, reason, len(reason))
+    why = str(ffi.string(reason).decode("utf-8", "replace"))
+    return KernelStatus(INSTRUCTIONS[found] if found else "", why)
+
+
 @contextmanager
 def packed_weights() -> Iterator[bool]:
-    """While it lasts, models load their weights in the kernels' layout; whether there are kernels.
+    """While it lasts, models load their weights in the kernels' layout, if the kernels are attached.
 
-    The model must be loaded with use_extra_bufts if there are, and without otherwise.
+    Yields whether they are: use_extra_bufts must be the same. Models are loaded one at a time, on the worker.
     """
-    if not attach_kernels().instructions:
-        yield False
-        return
-    with _loading:
-        lib.cspec_kernels_offer(1)
-        try:
-            yield True
-        finally:
-            lib.cspec_kernels_offer(0)
+    packed = _kernels is not None and bool(_kernels.instructions)
+    lib.cspec_kernels_offer(packed)
+    try:
+        yield packed
+    finally:
+        lib.cspec_kernels_offer(0)
 
 
 def set_exact_width(n_tokens: int | None) -> None:
@@ -161,17 +160,15 @@ def bit_exact_reason(
     extra_buffers: bool = False,
     gpu_layers: int = 0,
     swa_full: bool = True,
-    recurrent: bool = False,
 ) -> str | None:
     """Why logits may depend on how many tokens are evaluated together; None when they do not.
 
     Args:
-        width: Tokens of the widest pass whose logits count: drafted tokens and one.
+        width: Tokens of the widest pass whose logits matter: a round's drafted tokens and one.
         flash_attention: Whether the context was made with flash attention.
         extra_buffers: Whether the model was loaded with use_extra_bufts.
         gpu_layers: Layers on another device.
         swa_full: Whether layers with a sliding window have cells for the whole context.
-        recurrent: Whether the model has recurrent layers.
     """
     status = attach()
     if not status.attached:
@@ -183,9 +180,7 @@ def bit_exact_reason(
     if gpu_layers or lib.cspec_bridge_devices() > 1:
         return "another device than the CPU takes part"
     if not swa_full:
-        return "cells of the sliding window are reused in an order that depends on the width"
-    if recurrent:
-        return "llama.cpp computes recurrent layers in another way at width 1"
+        return "cells of the sliding window are reused (swa_full is off)"
     if _exact_width is not None and width > _exact_width:
         return f"passes of {width} tokens are wider than {_exact_width}"
     if counts().unknown:

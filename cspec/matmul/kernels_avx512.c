@@ -1,7 +1,7 @@
 /* Kernels for AVX-512 with VNNI: a register holds 4 k of 16 rows. kernels_c.c says what they compute.
  *
  * Everything that depends on the type or the number of tokens is a constant argument of a function that is
- * always inlined: the table at the end makes one kernel of each pair. */
+ * always inlined: kernels.inc makes one kernel of each pair. */
 #include "matmul.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -362,66 +362,8 @@ INLINE void multiply_floats(enum quants quants, const int n, const uint8_t *body
     }
 }
 
-/* ---- a kernel for each type and number of tokens ------------------------------------------------- */
-
-INLINE void multiply(enum quants quants, enum scales scales, const int head_bytes, const int n, const uint8_t *panel,
-                     const uint8_t *records, int64_t n_blocks, float *out, size_t stride)
-{
-    const uint8_t *body = panel + (n_blocks * head_bytes + 63) / 64 * 64;
-    if (scales == NO_SCALE) {
-        multiply_floats(quants, n, body, records, n_blocks, out, stride);
-    } else if (scales == SCALE || scales == SCALE_MIN) {
-        multiply_32(quants, scales, n, panel, body, records, n_blocks, out, stride);
-    } else {
-        multiply_256(quants, scales, n, panel, body, records, n_blocks, out, stride);
-    }
-}
-
-#define KERNEL(quants, scales, head_bytes, n)                                                                   \
-    TARGET static void quants##_##scales##_##n(const uint8_t *panel, const uint8_t *records, int64_t n_blocks, \
-                                               float *out, size_t stride)                                      \
-    {                                                                                                          \
-        multiply(quants, scales, head_bytes, n, panel, records, n_blocks, out, stride);                         \
-    }
-#define FOR_EACH_TOKENS(X, quants, scales, head)                                                              \
-    X(quants, scales, head, 1) X(quants, scales, head, 2) X(quants, scales, head, 3) X(quants, scales, head, 4) \
-    X(quants, scales, head, 5) X(quants, scales, head, 6) X(quants, scales, head, 7) X(quants, scales, head, 8)
-#define FOR_EACH_TYPE(X)                                                                                  \
-    X(NIBBLES, SCALE, 32)            /* Q4_0 */                                                           \
-    X(NIBBLES, SCALE_MIN, 0)         /* Q4_1 */                                                           \
-    X(NIBBLES_1_BIT, SCALE, 32)      /* Q5_0 */                                                           \
-    X(NIBBLES_1_BIT, SCALE_MIN, 0)   /* Q5_1 */                                                           \
-    X(BYTES, SCALE, 32)              /* Q8_0 */                                                           \
-    X(TWO_BITS, SCALES_4_MINS, 64)   /* Q2_K */                                                           \
-    X(TWO_BITS_1_BIT, SCALES_6, 32)  /* Q3_K */                                                           \
-    X(NIBBLES, SCALES_6_MINS, 0)     /* Q4_K */                                                           \
-    X(NIBBLES_1_BIT, SCALES_6_MINS, 0) /* Q5_K */                                                         \
-    X(NIBBLES_2_BITS, SCALES_8, 32)  /* Q6_K */                                                           \
-    X(CODES, SCALE, 32)              /* IQ4_NL */                                                         \
-    X(CODES, SCALES_6_LONG, 64)      /* IQ4_XS */                                                         \
-    X(HALVES, NO_SCALE, 0)           /* F16 */                                                            \
-    X(BRAINS, NO_SCALE, 0)           /* BF16 */
-
-#define KERNELS(quants, scales, head) FOR_EACH_TOKENS(KERNEL, quants, scales, head)
-FOR_EACH_TYPE(KERNELS)
-
-#define NAME(quants, scales, head, n) quants##_##scales##_##n,
-#define ENTRY(q, s, head) {q, s, {FOR_EACH_TOKENS(NAME, q, s, head)}},
-static const struct {
-    enum quants quants;
-    enum scales scales;
-    matmul_kernel *by_tokens[MATMUL_TOKENS];
-} kernels[] = {FOR_EACH_TYPE(ENTRY)};
-
-matmul_kernel *matmul_avx512_kernel(const struct matmul_type *type, int32_t n_tokens)
-{
-    for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++) {
-        if (kernels[i].quants == type->quants && kernels[i].scales == type->scales) {
-            return kernels[i].by_tokens[n_tokens - 1];
-        }
-    }
-    return NULL;
-}
+#define FIND matmul_avx512_kernel
+#include "kernels.inc"
 
 #else
 

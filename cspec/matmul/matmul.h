@@ -106,6 +106,7 @@ typedef void matmul_kernel(const uint8_t *panel, const uint8_t *records, int64_t
 enum { MATMUL_OFF, MATMUL_C, MATMUL_AVX2, MATMUL_AVX512, MATMUL_LEVELS };
 
 /* A kernel for n_tokens, or null where the instruction set has none for the type. */
+matmul_kernel *matmul_avx2_kernel(const struct matmul_type *type, int32_t n_tokens);
 matmul_kernel *matmul_avx512_kernel(const struct matmul_type *type, int32_t n_tokens);
 
 /* The meaning of all of them. */

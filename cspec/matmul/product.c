@@ -16,13 +16,18 @@ bool matmul_has(int32_t level)
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
     }
+    if (level == MATMUL_AVX2) {
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    }
 #endif
     return level == MATMUL_C;
 }
 
 static matmul_kernel *find_kernel(int32_t level, const struct matmul_type *type, int32_t n_tokens)
 {
-    return level == MATMUL_AVX512 ? matmul_avx512_kernel(type, n_tokens) : NULL;
+    return level == MATMUL_AVX512 ? matmul_avx512_kernel(type, n_tokens)
+           : level == MATMUL_AVX2 ? matmul_avx2_kernel(type, n_tokens)
+                                  : NULL;
 }
 
 void matmul_multiply(const struct matmul_product *product, int64_t first, int64_t last)
