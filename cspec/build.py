@@ -6,7 +6,11 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 # setuptools wants paths relative to the project, so that they mean the same in an sdist.
-SOURCES = [f"cspec/{path.name}" for path in sorted(HERE.glob("*.c"))]
+SOURCES = [
+    f"cspec/{path.relative_to(HERE).as_posix()}"
+    for pattern in ("*.c", "matmul/*.c")
+    for path in sorted(HERE.glob(pattern))
+]
 
 # Contraction into fused multiply-adds would make results depend on the CPU's features. Nothing looks at
 # floating-point exceptions, and loops that might raise them are not vectorised unless that is said.
@@ -24,7 +28,7 @@ ffibuilder.set_source(
     '#include "cspec.h"',
     sources=SOURCES,
     include_dirs=["cspec"],
-    depends=[f"cspec/{path.name}" for path in sorted(HERE.glob("*.h"))],
+    depends=[f"cspec/{path.relative_to(HERE).as_posix()}" for path in sorted(HERE.glob("**/*.h"))],
     libraries=["m"],
     extra_compile_args=FLAGS,
 )

@@ -130,6 +130,9 @@ enum {
     CSPEC_CHECK_CALLS = 3,     /* ggml calls the bridge's entry with the arguments declared */
     CSPEC_CHECK_ATTENTION = 4, /* attention through it is right, and the same at every width */
     CSPEC_CHECK_PRODUCTS = 5,  /* matrix products likewise */
+    CSPEC_CHECK_BUFFERS = 6,   /* of the kernels: buffers are laid out as declared */
+    CSPEC_CHECK_KERNELS = 7,   /* each gives the bits of plain C */
+    CSPEC_CHECK_PACKED = 8,    /* through ggml they are right, and the same at every width */
 };
 
 /* Operations that the bridge was asked about, by what became of them. */
@@ -163,5 +166,50 @@ void cspec_bridge_read_counts(uint64_t *counts);
 
 /* How many devices ggml knows; more than one may take operations away from the CPU. 0: not attached. */
 int32_t cspec_bridge_devices(void);
+
+/* Attaches the kernels to an attached bridge: weights can then be loaded in their layout. Call it like
+ * cspec_bridge_attach, once.
+ *
+ *   instructions  the widest instruction set (CSPEC_MATMUL_...) to use of those that the CPU has
+ *
+ * Returns the instruction set that is used; CSPEC_MATMUL_OFF: none, and ggml is as it was. */
+int32_t cspec_kernels_attach(const char *library, int32_t instructions, int32_t fail_at, char *reason,
+                             size_t reason_size);
+
+/* Whether models that are now loaded with use_extra_bufts have their weights in the kernels' layout, those
+ * that no kernel takes in ggml's own, and none in another extra buffer type's. Off at first. */
+void cspec_kernels_offer(int32_t on);
+
+/* ---- matrix products (matmul/) ---------------------------------------------------------------------
+ *
+ * What the bridge computes products with, for tests and measurements. type is ggml's number of a weight type.
+ * docs/kernels.md shows the layouts. */
+
+/* Instruction sets. */
+enum {
+    CSPEC_MATMUL_OFF = 0,
+    CSPEC_MATMUL_C = 1,
+    CSPEC_MATMUL_AVX2 = 2,
+    CSPEC_MATMUL_AVX512 = 3, /* with VNNI */
+};
+
+/* Whether this CPU has an instruction set. */
+int32_t cspec_matmul_has(int32_t instructions);
+
+/* Bytes of n_rows rows of n_k weights when packed; 0: the type or shape is not covered. */
+size_t cspec_matmul_packed_size(int32_t type, int64_t n_rows, int64_t n_k);
+
+/* Packs rows, in ggml's layout, into packed [cspec_matmul_packed_size]. */
+void cspec_matmul_pack(int32_t type, int64_t n_rows, int64_t n_k, const void *rows, void *packed);
+
+/* Bytes of scratch for the activations of n_tokens tokens. */
+size_t cspec_matmul_activations_size(int32_t type, int64_t n_k, int64_t n_tokens);
+
+/* out [n_tokens][n_rows] = x [n_tokens][n_k] times the weights' transpose, in n_parts as so many threads would. */
+void cspec_matmul(int32_t instructions, int32_t type, int64_t n_rows, int64_t n_k, int64_t n_tokens,
+                  const void *packed, const float *x, void *activations, float *out, int32_t n_parts);
+
+/* The sum of values [n]: a plain loop over memory, to compare rates of reading with. */
+uint64_t cspec_read(const uint64_t *values, size_t n);
 
 #endif

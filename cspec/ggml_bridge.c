@@ -3,7 +3,8 @@
  * ggml's CPU backend asks every entry of a list of "extra buffer types" about every operation of a graph. The
  * list is an exported symbol, so this file puts an entry of its own at its front. Three operations
  * choose their order of summation by the number of tokens (docs/exactness.md); for those the entry
- *   - computes MUL_MAT itself, every element as one vec_dot of one row with one column;
+ *   - computes MUL_MAT itself: with the kernels of matmul/ where the weights were loaded in their layout
+ *     (ggml_weights.c), else every element as one vec_dot of one row with one column;
  *   - sets use_ref on FLASH_ATTN_EXT and MUL_MAT_ID, which makes ggml take one row at a time.
  * Operations wider than exact_width tokens are left as they are: prompts are evaluated at full speed.
  *
@@ -13,6 +14,8 @@
 #define _GNU_SOURCE
 #include "cspec.h"
 #include "ggml_bridge.h"
+#include "ggml_weights.h"
+#include "matmul/matmul.h"
 
 #include <stdio.h>
 
@@ -80,6 +83,12 @@ struct threadpool_params {
     X(void, ggml_fp16_to_fp32_row, (const uint16_t *, float *, int64_t))                              \
     X(const char *, ggml_backend_buft_name, (buffer_type *))                                          \
     X(void *, ggml_backend_buft_get_device, (buffer_type *))                                          \
+    X(size_t, ggml_backend_buft_get_alloc_size, (buffer_type *, const tensor *))                      \
+    X(struct cspec_ggml_buffer *, ggml_backend_buft_alloc_buffer, (buffer_type *, size_t))            \
+    X(void *, ggml_backend_buffer_get_base, (struct cspec_ggml_buffer *))                             \
+    X(void, ggml_backend_buffer_free, (struct cspec_ggml_buffer *))                                   \
+    X(int32_t, ggml_backend_tensor_alloc, (struct cspec_ggml_buffer *, tensor *, void *))             \
+    X(void, ggml_backend_tensor_set, (tensor *, const void *, size_t, size_t))                        \
     X(bool, ggml_backend_buffer_is_host, (struct cspec_ggml_buffer *))                                \
     X(void *, ggml_backend_cpu_reg, (void))                                                           \
     X(void *, ggml_backend_reg_dev_get, (void *, size_t))                                             \
@@ -296,16 +305,19 @@ static void never_called(void *this_)
     (void)this_;
 }
 
-/* Nothing is ever stored in this buffer type. */
 static bool extra_supports_op(void *this_, void *device, const tensor *op)
 {
-    (void)this_, (void)device, (void)op;
-    return false;
+    (void)this_, (void)device;
+    return weights_supports(op);
 }
 
 static bool traits_work_size(void *this_, int n_threads, const tensor *op, size_t *size)
 {
-    (void)this_, (void)size;
+    (void)this_;
+    if (weights_has(op)) {
+        *size = weights_work_size(n_threads, op);
+        return true;
+    }
     if (atomic_load_explicit(&mode, memory_order_relaxed) == PROBING) {
         atomic_fetch_add(op == probe.op && n_threads == probe.plan.n_threads ? &probe.sized : &probe.wrong, 1);
     }
@@ -325,6 +337,11 @@ static bool traits_compute_forward(void *this_, compute_params *params, tensor *
         return false;
     }
 
+    if (weights_has(op)) {
+        weights_compute(params, op);
+        count(CSPEC_BRIDGE_PRODUCT, params);
+        return true;
+    }
     /* ggml looks at use_ref in these three operations only, and it outlives the operation: set it in each. */
     const int64_t limit = atomic_load_explicit(&exact_width, memory_order_relaxed);
     if (op->op == CSPEC_GGML_OP_FLASH_ATTN_EXT) {
@@ -363,7 +380,9 @@ static void *extra_get_tensor_traits(void *this_, const tensor *op)
     (void)this_;
     switch (atomic_load_explicit(&mode, memory_order_relaxed)) {
     case ACTIVE:
-        return atomic_load_explicit(&enabled, memory_order_relaxed) && is_ours(op->op) ? &traits_object : NULL;
+        return (atomic_load_explicit(&enabled, memory_order_relaxed) && is_ours(op->op)) || weights_has(op)
+                   ? &traits_object
+                   : NULL;
     case PROBING:
         if (op == probe.op) {
             atomic_fetch_add(&probe.asked, 1);
@@ -388,12 +407,6 @@ static const char *buft_name(buffer_type *buft)
     return "CPU_PYSPEC";
 }
 
-static struct cspec_ggml_buffer *buft_alloc(buffer_type *buft, size_t size)
-{
-    (void)buft, (void)size;
-    return NULL;
-}
-
 static size_t buft_alignment(buffer_type *buft)
 {
     (void)buft;
@@ -402,8 +415,9 @@ static size_t buft_alignment(buffer_type *buft)
 
 static buffer_type entry = {
     .get_name = buft_name,
-    .alloc_buffer = buft_alloc,
+    .alloc_buffer = weights_alloc_buffer,
     .get_alignment = buft_alignment,
+    .get_alloc_size = weights_get_alloc_size,
     .context = &extra_object,
 };
 
@@ -728,11 +742,12 @@ static const char *check_attention(struct material *m)
 }
 
 /* Columns first to first + n of a test product with weights of a type, into out [n][OUTER]; with experts, of
- * MUL_MAT_ID, into out [n][EXPERTS][OUTER]. */
-static bool product(const struct material *m, float *out, int32_t type, bool experts, int32_t first, int32_t n,
-                    int32_t n_threads)
+ * MUL_MAT_ID, into out [n][EXPERTS][OUTER]. Packed: from weights in the layout of the kernels. */
+static bool product(const struct material *m, float *out, int32_t type, bool experts, bool packed, int32_t first,
+                    int32_t n, int32_t n_threads)
 {
     void *context = new_context();
+    struct cspec_ggml_buffer *buffer = NULL;
     if (context == NULL) {
         return false;
     }
@@ -740,7 +755,18 @@ static bool product(const struct material *m, float *out, int32_t type, bool exp
     tensor *weights = ggml.ggml_new_tensor_4d(context, type, INNER, OUTER, experts ? EXPERTS : 1, 1);
     tensor *x = experts ? ggml.ggml_new_tensor_4d(context, CSPEC_GGML_F32, INNER, 1, n, 1)
                         : ggml.ggml_new_tensor_4d(context, CSPEC_GGML_F32, INNER, n, 1, 1);
-    memcpy(weights->data, m->quantised, ggml.ggml_row_size(type, INNER) * (size_t)rows);
+    const size_t size = ggml.ggml_row_size(type, INNER) * (size_t)rows;
+    if (packed) {
+        weights->data = NULL;
+        buffer = ggml.ggml_backend_buft_alloc_buffer(&entry, ggml.ggml_backend_buft_get_alloc_size(&entry, weights));
+        if (buffer == NULL || buffer->buft != &entry ||
+            ggml.ggml_backend_tensor_alloc(buffer, weights, ggml.ggml_backend_buffer_get_base(buffer)) != 0) {
+            return false;
+        }
+        ggml.ggml_backend_tensor_set(weights, m->quantised, 0, size);
+    } else {
+        memcpy(weights->data, m->quantised, size);
+    }
     memcpy(x->data, m->x + first * INNER, sizeof(float) * (size_t)(n * INNER));
     tensor *result;
     if (experts) {
@@ -754,6 +780,9 @@ static bool product(const struct material *m, float *out, int32_t type, bool exp
     }
     const bool good = compute(context, result, n_threads, false);
     memcpy(out, result->data, sizeof(float) * (size_t)(n * rows));
+    if (buffer != NULL) {
+        ggml.ggml_backend_buffer_free(buffer);
+    }
     ggml.ggml_free(context);
     return good;
 }
@@ -795,7 +824,7 @@ static const char *check_products(struct material *m)
             const int32_t rows = OUTER * (experts ? EXPERTS : 1);
             for (int32_t column = 0; column < N_ROWS; column++) {
                 float *out = m->one + column * rows;
-                if (!product(m, out, types[t].type, experts, column, 1, 1)) {
+                if (!product(m, out, types[t].type, experts, false, column, 1, 1)) {
                     return "the product test could not be computed";
                 }
                 if (!product_is_right(out, m->weights, m->x + column * INNER, rows, types[t].tolerance)) {
@@ -804,7 +833,7 @@ static const char *check_products(struct material *m)
             }
             for (int32_t w = 1; w < N_WIDTHS; w++) {
                 const int32_t first = N_ROWS - widths[w];
-                if (!product(m, m->many, types[t].type, experts, first, widths[w], 2)) {
+                if (!product(m, m->many, types[t].type, experts, false, first, widths[w], 2)) {
                     return "the product test could not be computed";
                 }
                 if (memcmp(m->many, m->one + first * rows, sizeof(float) * (size_t)(rows * widths[w])) != 0) {
@@ -815,6 +844,38 @@ static const char *check_products(struct material *m)
     }
     if (atomic_load(&counts[CSPEC_BRIDGE_PRODUCT]) - before != N_TYPES * 2 * (N_ROWS + N_WIDTHS - 1)) {
         return "ggml did not ask the bridge about every product";
+    }
+    return NULL;
+}
+
+/* Whether products with weights in the kernels' layout, loaded and computed by ggml, are right, and the same at
+ * every width and number of threads. */
+static const char *check_packed(struct material *m)
+{
+    static const struct {
+        int32_t type;
+        double tolerance;
+    } types[] = {{CSPEC_GGML_Q8_0, 0.5}, {CSPEC_GGML_Q4_K, 5}};
+    for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
+        ggml.ggml_quantize_chunk(types[t].type, m->weights, m->quantised, 0, OUTER, INNER, NULL);
+        for (int32_t column = 0; column < N_ROWS; column++) {
+            float *out = m->one + column * OUTER;
+            if (!product(m, out, types[t].type, false, true, column, 1, 1)) {
+                return "the test of the kernels could not be computed";
+            }
+            if (!product_is_right(out, m->weights, m->x + column * INNER, OUTER, types[t].tolerance)) {
+                return "products of the kernels are wrong";
+            }
+        }
+        for (int32_t w = 0; w < N_WIDTHS; w++) {
+            const int32_t first = N_ROWS - widths[w];
+            if (!product(m, m->many, types[t].type, false, true, first, widths[w], 2)) {
+                return "the test of the kernels could not be computed";
+            }
+            if (memcmp(m->many, m->one + first * OUTER, sizeof(float) * (size_t)(OUTER * widths[w])) != 0) {
+                return "products of the kernels depend on the number of tokens";
+            }
+        }
     }
     return NULL;
 }
@@ -880,6 +941,59 @@ int32_t cspec_bridge_attach(const char *library, int32_t fail_at, char *reason, 
     return problem == NULL;
 }
 
+/* The widest instruction set that this CPU has, up to `most`. */
+static int32_t best_level(int32_t most)
+{
+    while (most > MATMUL_OFF && !matmul_has(most)) {
+        most--;
+    }
+    return most;
+}
+
+static const char *attach_kernels(const char *library, int32_t level, int32_t fail_at)
+{
+    if (atomic_load(&mode) != ACTIVE) {
+        return "the bridge is not attached";
+    }
+    void *handle = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+    if (handle == NULL) {
+        return "llama.cpp's library is not loaded";
+    }
+    const char *problem = weights_attach(handle, &entry);
+    dlclose(handle);
+    if ((problem = fault(fail_at, CSPEC_CHECK_BUFFERS, problem)) != NULL) {
+        return problem;
+    }
+    problem = matmul_agrees(level) ? NULL : "the kernels' results differ from those of plain C";
+    if ((problem = fault(fail_at, CSPEC_CHECK_KERNELS, problem)) != NULL) {
+        return problem;
+    }
+    struct material *m = malloc(sizeof *m);
+    if (m == NULL) {
+        return "no memory for the bridge's checks";
+    }
+    prepare(m);
+    weights_set_level(level);
+    problem = fault(fail_at, CSPEC_CHECK_PACKED, check_packed(m));
+    free(m);
+    return problem;
+}
+
+int32_t cspec_kernels_attach(const char *library, int32_t instructions, int32_t fail_at, char *reason,
+                             size_t reason_size)
+{
+    const int32_t level = best_level(instructions);
+    const char *problem = instructions == MATMUL_OFF ? "turned off" : attach_kernels(library, level, fail_at);
+    weights_set_level(problem == NULL ? level : MATMUL_OFF);
+    snprintf(reason, reason_size, "%s", problem != NULL ? problem : "");
+    return problem == NULL ? level : MATMUL_OFF;
+}
+
+void cspec_kernels_offer(int32_t on)
+{
+    weights_offer(on != 0);
+}
+
 void cspec_bridge_enable(int32_t on)
 {
     atomic_store(&enabled, on != 0);
@@ -931,6 +1045,19 @@ void cspec_bridge_read_counts(uint64_t *out)
 int32_t cspec_bridge_devices(void)
 {
     return 0;
+}
+
+int32_t cspec_kernels_attach(const char *library, int32_t instructions, int32_t fail_at, char *reason,
+                             size_t reason_size)
+{
+    (void)library, (void)instructions, (void)fail_at;
+    snprintf(reason, reason_size, "%s", "not supported on this platform");
+    return MATMUL_OFF;
+}
+
+void cspec_kernels_offer(int32_t on)
+{
+    (void)on;
 }
 
 #endif

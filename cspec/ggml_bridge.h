@@ -32,7 +32,7 @@ enum {
     CSPEC_GGML_OP_FLASH_ATTN_EXT = 74,
 };
 
-struct cspec_ggml_buffer; /* opaque */
+struct cspec_ggml_buffer;
 
 struct cspec_ggml_tensor {
     int32_t type;
@@ -77,6 +77,26 @@ struct cspec_ggml_buffer_type {
     bool (*is_host)(struct cspec_ggml_buffer_type *buft); /* may be null: false */
     void *device;
     void *context; /* an extra buffer type: the C++ object whose vtable follows */
+};
+
+/* The functions that nothing here calls or replaces have no type. */
+struct cspec_ggml_buffer {
+    void *free_buffer;
+    void *get_base;
+    int32_t (*init_tensor)(struct cspec_ggml_buffer *buffer, struct cspec_ggml_tensor *tensor);
+    void *memset_tensor;
+    void (*set_tensor)(struct cspec_ggml_buffer *buffer, struct cspec_ggml_tensor *tensor, const void *data,
+                       size_t offset, size_t size);
+    void *get_tensor;
+    void *set_tensor_2d;
+    void *get_tensor_2d;
+    void *cpy_tensor;
+    void *clear;
+    void *reset;
+    struct cspec_ggml_buffer_type *buft;
+    void *context; /* of a CPU buffer: its memory */
+    size_t size;
+    int32_t usage;
 };
 
 /* libstdc++'s std::vector<ggml_backend_buffer_type_t>. */

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import llama_cpp
@@ -46,8 +48,20 @@ class BridgeCounts:
     unknown: int  # left to llama.cpp: of a kind that the bridge does not know
 
 
+@dataclass(frozen=True)
+class KernelStatus:
+    """The instruction set of the kernels for quantised products; empty if they are not used, and why."""
+
+    instructions: str
+    reason: str = ""
+
+
+# Names of the instruction sets, as PYSPEC_KERNELS takes them, by cspec's number.
+INSTRUCTIONS = ("off", "c", "avx2", "avx512")
+
 _lock = threading.Lock()
 _status: BridgeStatus | None = None
+_kernels: KernelStatus | None = None
 _exact_width: int | None = EXACT_WIDTH
 
 
@@ -76,11 +90,53 @@ def _refusal() -> str:
 
 def _attach() -> str:
     reason = ffi.new("char[256]")
-    # The library as it was opened: an installation holds several copies of each.
-    library = os.fsencode(llama_cpp.llama_cpp._lib._name)
-    lib.cspec_bridge_attach(library, 0, reason, len(reason))
+    lib.cspec_bridge_attach(_library(), 0, reason, len(reason))
     set_exact_width(EXACT_WIDTH)
     return str(ffi.string(reason).decode("utf-8", "replace"))
+
+
+def _library() -> bytes:
+    """The library as it was opened: an installation holds several copies of each."""
+    return os.fsencode(llama_cpp.llama_cpp._lib._name)
+
+
+def attach_kernels() -> KernelStatus:
+    """Attach the bridge, and to it the kernels, unless they are or have been refused.
+
+    PYSPEC_KERNELS in the environment limits them to an instruction set, or turns them off.
+    """
+    global _kernels
+    attach()
+    with _lock:
+        if _kernels is None:
+            wanted = os.environ.get("PYSPEC_KERNELS", INSTRUCTIONS[-1])
+            if wanted in INSTRUCTIONS:
+                _kernels = worker.run(lambda: _attach_kernels(INSTRUCTIONS.index(wanted)))
+            else:
+                _kernels = KernelStatus("", f"PYSPEC_KERNELS is none of {', '.join(INSTRUCTIONS)}")
+            log.debug("kernels: %s", _kernels.instructions or f"not attached: {_kernels.reason}")
+        return _kernels
+
+
+def _attach_kernels(wanted: int) -> KernelStatus:
+    reason = ffi.new("char[256]")
+    found = lib.cspec_kernels_attach(_library(), wanted, 0, reason, len(reason))
+    why = str(ffi.string(reason).decode("utf-8", "replace"))
+    return KernelStatus(INSTRUCTIONS[found] if found else "", why)
+
+
+@contextmanager
+def packed_weights() -> Iterator[bool]:
+    """While it lasts, models load their weights in the kernels' layout, if the kernels are attached.
+
+    Yields whether they are: use_extra_bufts must be the same. Models are loaded one at a time, on the worker.
+    """
+    packed = _kernels is not None and bool(_kernels.instructions)
+    lib.cspec_kernels_offer(packed)
+    try:
+        yield packed
+    finally:
+        lib.cspec_kernels_offer(0)
 
 
 def set_exact_width(n_tokens: int | None) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,10 @@ class Model:
         self._handle = None
         check_gguf(self.path)
         # llama.cpp copies the list that the bridge is entered in when the first model is loaded.
-        bridge.attach()
+        bridge.attach_kernels()
         self.use_extra_bufts = use_extra_bufts
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
-        params.use_extra_bufts = use_extra_bufts
         _complaints.clear()
         params.progress_callback = ctypes.cast(
             worker.LOAD_CALLBACK, llama_cpp.llama_progress_callback
@@ -123,7 +123,9 @@ class Model:
 
         # The handle is kept where it is made, so that an interrupt cannot lose it.
         def load() -> None:
-            self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+            with nullcontext(True) if use_extra_bufts else bridge.packed_weights() as extra:
+                params.use_extra_bufts = extra
+                self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
 
         worker.run(load)
         if not self._handle:

@@ -1,0 +1,31 @@
+/* Weights in the layout of matmul/, as a buffer type of ggml's: what the bridge's entry in the list of extra
+ * buffer types does about memory and about products with such weights. */
+#ifndef CSPEC_GGML_WEIGHTS_H
+#define CSPEC_GGML_WEIGHTS_H
+
+#include "ggml_bridge.h"
+
+/* Whether ggml may put an operation's weights here, and compute it from there. */
+bool weights_supports(const struct cspec_ggml_tensor *op);
+
+/* Whether op is a product with weights that are here. Nobody else can compute it. */
+bool weights_has(const struct cspec_ggml_tensor *op);
+
+size_t weights_work_size(int32_t n_threads, const struct cspec_ggml_tensor *op);
+void weights_compute(const struct cspec_ggml_compute_params *params, struct cspec_ggml_tensor *op);
+
+/* The memory of the bridge's entry. */
+struct cspec_ggml_buffer *weights_alloc_buffer(struct cspec_ggml_buffer_type *buft, size_t size);
+size_t weights_get_alloc_size(struct cspec_ggml_buffer_type *buft, const struct cspec_ggml_tensor *tensor);
+
+/* Finds ggml's functions in a loaded library, and compares what is relied upon. Returns why it is not to be relied
+ * upon, or null. */
+const char *weights_attach(void *library, struct cspec_ggml_buffer_type *entry);
+
+/* The instruction set of the products that follow; MATMUL_OFF: nothing new comes here. */
+void weights_set_level(int32_t level);
+
+/* Whether models are loaded into this buffer type, and no other extra one. */
+void weights_offer(bool on);
+
+#endif

@@ -1,0 +1,184 @@
+/* A product in panels and tiles, with the kernels of an instruction set. */
+#include "../cspec.h"
+#include "../portable.h"
+#include "matmul.h"
+
+#include <string.h>
+
+/* Panels are taken in groups that stay in a core's second-level cache while all tiles pass over them. */
+enum { GROUP_BYTES = 256 << 10 };
+
+bool matmul_has(int32_t level)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (level == MATMUL_AVX512) {
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+    }
+    if (level == MATMUL_AVX2) {
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    }
+#endif
+    return level == MATMUL_C;
+}
+
+static matmul_kernel *find_kernel(int32_t level, const struct matmul_type *type, int32_t n_tokens)
+{
+    return level == MATMUL_AVX512 ? matmul_avx512_kernel(type, n_tokens)
+           : level == MATMUL_AVX2 ? matmul_avx2_kernel(type, n_tokens)
+                                  : NULL;
+}
+
+void matmul_multiply(const struct matmul_product *product, int64_t first, int64_t last)
+{
+    const struct matmul_type *type = product->type;
+    const int64_t n_blocks = product->n_k / type->block, n_tiles = matmul_tiles(product->n_tokens);
+    const size_t panel_size = matmul_panel_size(type, n_blocks), token_size = matmul_token_size(type, n_blocks);
+    const int64_t fitting = (int64_t)(GROUP_BYTES / panel_size), group = fitting > 1 ? fitting : 1;
+    for (int64_t start = first; start < last; start += group) {
+        const int64_t end = start + group < last ? start + group : last;
+        for (int64_t tile = 0; tile < n_tiles; tile++) {
+            const int64_t token = matmul_tile_start(product->n_tokens, tile);
+            const int32_t n = (int32_t)(matmul_tile_start(product->n_tokens, tile + 1) - token);
+            const uint8_t *records = (const uint8_t *)product->activations + (size_t)token * token_size;
+            matmul_kernel *kernel = find_kernel(product->level, type, n);
+            for (int64_t panel = start; panel < end; panel++) {
+                const int64_t row = panel * MATMUL_ROWS, rows = product->n_rows - row;
+                const uint8_t *weights = (const uint8_t *)product->panels + (size_t)panel * panel_size;
+                float edge[MATMUL_TOKENS][MATMUL_ROWS];
+                float *out = product->out + (size_t)token * product->stride + row;
+                const bool whole = rows >= MATMUL_ROWS;
+                float *to = whole ? out : edge[0];
+                const size_t stride = whole ? product->stride : MATMUL_ROWS;
+                if (kernel != NULL) {
+                    kernel(weights, records, n_blocks, to, stride);
+                } else {
+                    matmul_c(type, n, weights, records, n_blocks, to, stride);
+                }
+                for (int32_t t = 0; !whole && t < n; t++) {
+                    memcpy(out + (size_t)t * product->stride, edge[t], (size_t)rows * sizeof(float));
+                }
+            }
+        }
+    }
+}
+
+/* ---- a self-test --------------------------------------------------------------------------------- */
+
+static void fill(uint8_t *bytes, size_t size, uint32_t seed)
+{
+    uint32_t state = seed;
+    for (size_t i = 0; i < size; i++) {
+        state = state * 1664525u + 1013904223u;
+        bytes[i] = (uint8_t)(state >> 24);
+    }
+}
+
+/* F16 and BF16 without the top bit of their exponent are neither infinite nor NaN. */
+static void make_finite(uint8_t *halves, size_t size)
+{
+    for (size_t i = 1; i < size; i += 2) {
+        halves[i] &= 0xbf;
+    }
+}
+
+static bool kernel_agrees(const struct matmul_type *type, int32_t level, int32_t n)
+{
+    enum { BLOCKS = 2, MOST = BLOCKS * 3392 };
+    uint8_t panel[MOST], records[BLOCKS * 324 * MATMUL_TOKENS];
+    int8_t quantised[256];
+    float x[MATMUL_TOKENS][BLOCKS * 256], expected[MATMUL_TOKENS][MATMUL_ROWS], out[MATMUL_TOKENS][MATMUL_ROWS];
+    const size_t head_size = matmul_head_size(type, BLOCKS), size = matmul_panel_size(type, BLOCKS);
+    matmul_kernel *kernel = find_kernel(level, type, n);
+    if (kernel == NULL) {
+        return true; /* plain C is used */
+    }
+    fill(panel, size, 1);
+    make_finite(panel, head_size);
+    for (size_t at = head_size; at < size; at += (size_t)type->body_bytes) {
+        make_finite(panel + at, type->scales == NO_SCALE ? (size_t)type->body_bytes : 64);
+    }
+    for (int32_t t = 0; t < n; t++) {
+        for (int32_t i = 0; i < BLOCKS * 256; i += 256) {
+            fill((uint8_t *)quantised, sizeof quantised, (uint32_t)(t + i));
+            for (int32_t k = 0; k < 256; k++) {
+                x[t][i + k] = (float)quantised[k] / 64;
+            }
+        }
+    }
+    const struct matmul_tokens tokens = {(const char *)x, {n, 1, 1}, {sizeof *x, 0, 0}};
+    matmul_quantise(type, BLOCKS, &tokens, n, records, 0, BLOCKS);
+    matmul_c(type, n, panel, records, BLOCKS, expected[0], MATMUL_ROWS);
+    kernel(panel, records, BLOCKS, out[0], MATMUL_ROWS);
+    return memcmp(out, expected, sizeof *out * (size_t)n) == 0;
+}
+
+bool matmul_agrees(int32_t level)
+{
+    for (int32_t number = 0; number < 64; number++) {
+        const struct matmul_type *type = matmul_find_type(number);
+        for (int32_t n = 1; type != NULL && n <= MATMUL_TOKENS; n++) {
+            if (!kernel_agrees(type, level, n)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* ---- for Python ---------------------------------------------------------------------------------- */
+
+static const struct matmul_type *covered(int32_t type, int64_t n_rows, int64_t n_k)
+{
+    const struct matmul_type *found = matmul_find_type(type);
+    return found != NULL && n_rows > 0 && n_k > 0 && n_k % found->block == 0 ? found : NULL;
+}
+
+size_t cspec_matmul_packed_size(int32_t type, int64_t n_rows, int64_t n_k)
+{
+    const struct matmul_type *found = covered(type, n_rows, n_k);
+    return found == NULL ? 0 : (size_t)matmul_panels(n_rows) * matmul_panel_size(found, n_k / found->block);
+}
+
+void cspec_matmul_pack(int32_t type, int64_t n_rows, int64_t n_k, const void *rows, void *packed)
+{
+    matmul_pack(matmul_find_type(type), n_rows, n_k, rows, packed, 0, matmul_panels(n_rows));
+}
+
+size_t cspec_matmul_activations_size(int32_t type, int64_t n_k, int64_t n_tokens)
+{
+    const struct matmul_type *found = covered(type, 1, n_k);
+    return found == NULL ? 0 : (size_t)n_tokens * matmul_token_size(found, n_k / found->block);
+}
+
+int32_t cspec_matmul_has(int32_t instructions)
+{
+    return matmul_has(instructions);
+}
+
+void cspec_matmul(int32_t instructions, int32_t type, int64_t n_rows, int64_t n_k, int64_t n_tokens,
+                  const void *packed, const float *x, void *activations, float *out, int32_t n_parts)
+{
+    const struct matmul_type *found = matmul_find_type(type);
+    const int64_t n_blocks = n_k / found->block, n_panels = matmul_panels(n_rows);
+    const struct matmul_tokens tokens = {(const char *)x, {n_tokens, 1, 1}, {sizeof(float) * (size_t)n_k, 0, 0}};
+    const struct matmul_product product = {found,  instructions, n_rows, n_k,           n_tokens,
+                                           packed, activations,  out,    (size_t)n_rows};
+    for (int32_t part = 0; part < n_parts; part++) {
+        matmul_quantise(found, n_blocks, &tokens, n_tokens, activations, n_blocks * part / n_parts,
+                        n_blocks * (part + 1) / n_parts);
+    }
+    for (int32_t part = 0; part < n_parts; part++) {
+        matmul_multiply(&product, n_panels * part / n_parts, n_panels * (part + 1) / n_parts);
+    }
+}
+
+CSPEC_CLONES uint64_t cspec_read(const uint64_t *values, size_t n)
+{
+    uint64_t sum = 0;
+    for (size_t i = 0; i < n; i++) {
+        sum += values[i];
+    }
+    return sum;
+}
