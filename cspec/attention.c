@@ -157,7 +157,7 @@ static int64_t place_of(const division *d, int64_t unit, int64_t segment)
     return (unit * d->n_segments + segment) * d->tokens * d->group * d->row_size;
 }
 
-size_t cspec_attention_work_size(const cspec_attention *a, int32_t n_threads)
+static size_t work_size(const cspec_attention *a, int32_t n_threads)
 {
     const division d = divide(a, n_threads);
     size_t used = 0;
@@ -168,6 +168,16 @@ size_t cspec_attention_work_size(const cspec_attention *a, int32_t n_threads)
         take(NULL, &used, place_of(&d, d.n_units, 0) * (int64_t)sizeof(float));
     }
     return used + ALIGNMENT;
+}
+
+size_t cspec_attention_work_size(const cspec_attention *a, int32_t n_threads)
+{
+    size_t most = 0;
+    for (int32_t n = 1; n <= n_threads; n++) {
+        const size_t size = work_size(a, n);
+        most = size > most ? size : most;
+    }
+    return most;
 }
 
 /* The scratch of a thread, and where sums wait, which all threads share. */

@@ -12,6 +12,8 @@ typedef struct {
     __m256 low, high;
 } vec;
 
+#define fetch(from) __asm__ volatile("prefetcht1 (%0)" : : "r"(from))
+
 OPERATION vec load(const float *from)
 {
     return (vec){_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};

@@ -9,6 +9,7 @@
 
 typedef __m512 vec;
 
+#define fetch(from) __asm__ volatile("prefetcht1 (%0)" : : "r"(from))
 #define load(from) _mm512_loadu_ps(from)
 #define store(to, a) _mm512_storeu_ps(to, a)
 #define load_half(from) _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from)))

@@ -45,6 +45,8 @@ static inline float float_of_half(uint16_t half)
     return float_of_bits(sign | bits_of_float(float_of_bits(rest << 13) * 0x1p112f));
 }
 
+#define fetch(from) __builtin_prefetch(from)
+
 static inline vec load(const float *from)
 {
     vec a;

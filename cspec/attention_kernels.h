@@ -11,7 +11,8 @@
  * The including file defines: TARGET (attributes of a function), vec, and
  *   load, store, load_half, broadcast, add, sub, mul, quotient, fused (a b + c), larger (a > b ? a : b),
  *   less (a bit for each lane), choose (bits, a, b: a where the bit is set), power_of_two (see exp_negative),
- *   store_transposed (LANES vectors as columns);
+ *   store_transposed (LANES vectors as columns), fetch (an address, into the cache, without telling the compiler of
+ *   a read: GCC would then keep sums in memory around it);
  *   DOT_ROWS x DOT_VECS, SUM_ROWS x SUM_VECS: the largest tiles of results that fit into its registers. */
 #include <math.h>
 #include <string.h>
@@ -164,16 +165,9 @@ TARGET static void transpose_keys(const cspec_attention *a, const char *k, int64
     }
 }
 
-/* What is read next: a block of keys, and of values. Reading is the bound of a narrow pass, and a CPU's own
- * prefetcher does not follow heads that lie apart. */
-typedef struct {
-    const char *k, *v;
-    int64_t k_stride, v_stride;
-} prefetch;
-
 /* Scores of n_rows x n_vecs LANES cells. n_rows and n_vecs are constants where this is inlined. */
 INLINE void dot_tile(const int n_rows, const int n_vecs, const float *q, const float *keys, int64_t k_size,
-                     const prefetch *soon, float *scores)
+                     const char *next, int64_t next_stride, float *scores)
 {
     vec sum[n_rows > 0 ? DOT_ROWS : 1][DOT_VECS];
 #pragma GCC unroll 16
@@ -183,27 +177,20 @@ INLINE void dot_tile(const int n_rows, const int n_vecs, const float *q, const f
             sum[row][i] = broadcast(0.0f);
         }
     }
-    for (int64_t first = 0; first < k_size; first += LANES) {
-        /* BLOCK elements of two bytes are a line: half of the BLOCK cells now, the others at the next LANES. Not
-         * inside the inner loop, where GCC would then keep the sums in memory. */
-        const int64_t cell = first / LANES % 2 * LANES, line = first / BLOCK * LINE;
-        for (int64_t i = cell; i < cell + LANES; i++) {
-            __builtin_prefetch(soon->k + i * soon->k_stride + line);
-            __builtin_prefetch(soon->v + i * soon->v_stride + line);
+    for (int64_t d = 0; d < k_size; d++) {
+        /* BLOCK elements of two bytes are a line, so that all d together fetch each line of BLOCK cells. */
+        fetch(next + d % BLOCK * next_stride + d / BLOCK * LINE);
+        vec key[DOT_VECS];
+#pragma GCC unroll 4
+        for (int i = 0; i < n_vecs; i++) {
+            key[i] = load(keys + d * BLOCK + i * LANES);
         }
-        for (int64_t d = first; d < first + LANES; d++) {
-            vec key[DOT_VECS];
+#pragma GCC unroll 16
+        for (int row = 0; row < n_rows; row++) {
+            const vec element = broadcast(q[row * Q_STRIDE + d]);
 #pragma GCC unroll 4
             for (int i = 0; i < n_vecs; i++) {
-                key[i] = load(keys + d * BLOCK + i * LANES);
-            }
-#pragma GCC unroll 16
-            for (int row = 0; row < n_rows; row++) {
-                const vec element = broadcast(q[row * Q_STRIDE + d]);
-#pragma GCC unroll 4
-                for (int i = 0; i < n_vecs; i++) {
-                    sum[row][i] = fused(element, key[i], sum[row][i]);
-                }
+                sum[row][i] = fused(element, key[i], sum[row][i]);
             }
         }
     }
@@ -236,11 +223,11 @@ INLINE void dot_tile(const int n_rows, const int n_vecs, const float *q, const f
         CALL((n <= most ? n : 0));                                                                    \
         break;
 
-TARGET static void dot(int64_t n_rows, const float *q, const float *keys, int64_t k_size, const prefetch *soon,
+TARGET static void dot(int64_t n_rows, const float *q, const float *keys, int64_t k_size, const char *next, int64_t next_stride,
                        float *scores)
 {
     for (int64_t i = 0; i < BLOCK; i += DOT_VECS * LANES) {
-#define DOT(n) dot_tile(n, DOT_VECS, q, keys + i, k_size, soon, scores + i)
+#define DOT(n) dot_tile(n, DOT_VECS, q, keys + i, k_size, next, next_stride, scores + i)
         FOR_ROWS(n_rows, DOT_ROWS, DOT)
 #undef DOT
     }
@@ -254,7 +241,7 @@ static int64_t even_tile(int64_t n_rows, int64_t most)
 }
 
 /* weights: [rows][SEGMENT] out, q . k of the cells of the blocks in which anything is visible. */
-TARGET static void compute_dots(const cspec_attention *a, const char *k, const char *v, int64_t n_cells,
+TARGET static void compute_dots(const cspec_attention *a, const char *k, int64_t n_cells,
                                 int64_t n_rows, attention_scratch *scratch)
 {
     const int64_t tile = even_tile(n_rows, DOT_ROWS);
@@ -274,12 +261,12 @@ TARGET static void compute_dots(const cspec_attention *a, const char *k, const c
                                scratch->keys + lane);
             }
         }
-        prefetch soon = {k + (first + BLOCK) * a->k_stride[0], v + first * a->v_stride[0], a->k_stride[0],
-                         a->v_stride[0]};
+        const char *next = k + (first + BLOCK) * a->k_stride[0];
+        int64_t next_stride = a->k_stride[0];
         for (int64_t row = 0; row < n_rows; row += tile) {
-            dot(smaller(tile, n_rows - row), scratch->q + row * Q_STRIDE, scratch->keys, a->k_size, &soon,
-                scratch->weights + row * SEGMENT + first);
-            soon.k_stride = soon.v_stride = 0; /* once is enough */
+            dot(smaller(tile, n_rows - row), scratch->q + row * Q_STRIDE, scratch->keys, a->k_size, next,
+                next_stride, scratch->weights + row * SEGMENT + first);
+            next_stride = 0; /* once is enough */
         }
     }
 }
@@ -360,6 +347,11 @@ INLINE void sum_tile(const int n_rows, const int n_vecs, const bool half, const 
         }
     }
     for (int64_t c = 0; c < n; c++, v += v_stride) {
+        /* Evenly, so that reading goes on while the CPU computes: it has room for few lines on their way. */
+        fetch(v + SEGMENT * v_stride);
+        if (n_vecs * LANES * (int)sizeof(uint16_t) > LINE) {
+            fetch(v + SEGMENT * v_stride + LINE);
+        }
         vec value[SUM_VECS];
 #pragma GCC unroll 4
         for (int i = 0; i < n_vecs; i++) {
@@ -465,7 +457,7 @@ TARGET static void segment(const cspec_attention *a, const attention_unit *unit,
                     unit->sequence * a->v_stride[2];
 
     find_visible(a, unit, first, n_cells, scratch->visible);
-    compute_dots(a, k, v, n_cells, n_rows, scratch);
+    compute_dots(a, k, n_cells, n_rows, scratch);
     for (int64_t row = 0; row < n_rows; row++) {
         const int64_t token = unit->first_token + row / group, head = unit->kv_head * group + row % group;
         const uint16_t *mask = a->mask == NULL ? NULL : attention_mask_of(a, token, head, unit->sequence) + first;

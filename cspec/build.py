@@ -8,6 +8,10 @@ HERE = Path(__file__).resolve().parent
 # setuptools wants paths relative to the project, so that they mean the same in an sdist.
 SOURCES = [f"cspec/{path.name}" for path in sorted(HERE.glob("*.c"))]
 
+# Contraction into fused multiply-adds would make results depend on the CPU's features. Nothing looks at
+# floating-point exceptions, and loops that might raise them are not vectorised unless that is said.
+FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra"]
+
 # What cffi parses is the public header without its preprocessor lines: one declaration, one place.
 DECLARATIONS = "\n".join(
     line for line in (HERE / "cspec.h").read_text().splitlines() if not line.startswith("#")
@@ -22,16 +26,7 @@ ffibuilder.set_source(
     include_dirs=["cspec"],
     depends=[f"cspec/{path.name}" for path in sorted(HERE.glob("*.h"))],
     libraries=["m"],
-    # Contraction into fused multiply-adds would make results depend on the CPU's features. Nothing looks at
-    # floating-point exceptions, and loops that might raise them are not vectorised unless that is said.
-    extra_compile_args=[
-        "-std=c11",
-        "-O3",
-        "-ffp-contract=off",
-        "-fno-trapping-math",
-        "-Wall",
-        "-Wextra",
-    ],
+    extra_compile_args=FLAGS,
 )
 
 if __name__ == "__main__":

@@ -118,6 +118,9 @@ int32_t cspec_verify_coupled(const float *const *p, const int32_t *drafted, int3
 /* llama.cpp's abort callback: whether a pass is to end early. flag: [1] int32_t, non-zero to end it. */
 _Bool cspec_abort_requested(void *flag);
 
+/* llama.cpp's progress callback: whether loading a model is to go on. progress: 0 to 1; flag: as above. */
+_Bool cspec_load_wanted(float progress, void *flag);
+
 /* ---- attention (attention.c) ---------------------------------------------------------------------- */
 
 /* Sets of instructions for the kernels. All give the same bits. */
@@ -154,7 +157,7 @@ int32_t cspec_kernels(void);
 /* Whether sizes are as above and the kernels exist. */
 int32_t cspec_attention_covers(const cspec_attention *attention);
 
-/* Bytes of the memory that the threads share below. */
+/* Bytes of the memory that so many threads, or fewer, share below. */
 size_t cspec_attention_work_size(const cspec_attention *attention, int32_t n_threads);
 
 /* Every thread calls the first, waits for all others, and calls the second. An element of out depends on its own
@@ -196,6 +199,10 @@ int32_t cspec_bridge_attach(const char *library, int32_t fail_at, char *reason, 
 
 /* Turns an attached bridge off and on, between passes (for comparisons). On at first. */
 void cspec_bridge_enable(int32_t on);
+
+/* Chooses the kernels of attention, between passes; CSPEC_KERNELS_OFF: ggml's own, one row at a time. At first
+ * cspec_kernels(). */
+void cspec_bridge_kernels(int32_t kernels);
 
 /* The widest operation, in tokens, that is made independent of the width. */
 void cspec_bridge_exact_width(int64_t n_tokens);

@@ -231,6 +231,7 @@ static void keep_until(float *row, size_t n_vocab, const measure *by, double goa
         while (bin > 0 && above + bins[bin] < goal) {
             above += bins[bin--];
         }
+        /* Later, the bins are parts of one that reaches the goal, and fall short of it by rounding only. */
         if (level == 0 && above + bins[bin] < goal) {
             return;
         }

@@ -11,20 +11,26 @@ distributed as the target alone would write it::
     print(piece.statistics)
 """
 
-from pyspec.engine import Engine
-from pyspec.errors import (
-    ContextOverflowError,
-    DownloadError,
-    LogitsError,
-    ModelError,
-    PyspecError,
-    UsageError,
-    VocabularyMismatchError,
-)
-from pyspec.llama import Model
-from pyspec.metrics import Statistics
-from pyspec.output import Piece, Source, Token
-from pyspec.sampling import Rule, SamplingParams
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspec.engine import Engine
+    from pyspec.errors import (
+        ContextOverflowError,
+        DownloadError,
+        LogitsError,
+        ModelError,
+        PyspecError,
+        UsageError,
+        VocabularyMismatchError,
+    )
+    from pyspec.llama import Model
+    from pyspec.metrics import Statistics
+    from pyspec.output import Piece, Source, Token
+    from pyspec.sampling import Rule, SamplingParams
 
 __all__ = [
     "ContextOverflowError",
@@ -43,3 +49,15 @@ __all__ = [
     "UsageError",
     "VocabularyMismatchError",
 ]
+
+_MODULES = ("engine", "errors", "llama", "metrics", "output", "sampling")
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: a command line starts without llama.cpp."""
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(import_module(f"pyspec.{module}")).get(name)
+            if found is not None:
+                return found
+    raise AttributeError(f"module 'pyspec' has no attribute {name!r}")

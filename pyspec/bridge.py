@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import llama_cpp
 
+from pyspec import worker
 from pyspec._cspec import ffi, lib
 
 log = logging.getLogger("pyspec.bridge")
@@ -58,7 +59,8 @@ def attach() -> BridgeStatus:
     global _status
     with _lock:
         if _status is None:
-            reason = _refusal() or _attach()
+            # On the worker: no graph is computed meanwhile, and its OpenMP threads are the ones in use.
+            reason = _refusal() or worker.run(_attach)
             _status = BridgeStatus(not reason, reason)
             log.debug("bridge %s", f"not attached: {reason}" if reason else "attached")
         return _status
@@ -102,17 +104,15 @@ def bit_exact_reason(
     extra_buffers: bool = False,
     gpu_layers: int = 0,
     swa_full: bool = True,
-    recurrent: bool = False,
 ) -> str | None:
     """Why logits may depend on how many tokens are evaluated together; None when they do not.
 
     Args:
-        width: Tokens of the widest pass whose logits count: drafted tokens and one.
+        width: Tokens of the widest pass whose logits matter: a round's drafted tokens and one.
         flash_attention: Whether the context was made with flash attention.
         extra_buffers: Whether the model was loaded with use_extra_bufts.
         gpu_layers: Layers on another device.
         swa_full: Whether layers with a sliding window have cells for the whole context.
-        recurrent: Whether the model has recurrent layers.
     """
     status = attach()
     if not status.attached:
@@ -124,9 +124,7 @@ def bit_exact_reason(
     if gpu_layers or lib.cspec_bridge_devices() > 1:
         return "another device than the CPU takes part"
     if not swa_full:
-        return "cells of the sliding window are reused in an order that depends on the width"
-    if recurrent:
-        return "llama.cpp computes recurrent layers in another way at width 1"
+        return "cells of the sliding window are reused (swa_full is off)"
     if _exact_width is not None and width > _exact_width:
         return f"passes of {width} tokens are wider than {_exact_width}"
     if counts().unknown:

@@ -116,7 +116,16 @@ class Model:
         params.n_gpu_layers = 0
         params.use_extra_bufts = use_extra_bufts
         _complaints.clear()
-        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        params.progress_callback = ctypes.cast(
+            worker.LOAD_CALLBACK, llama_cpp.llama_progress_callback
+        )
+        params.progress_callback_user_data = worker.ABORT_FLAG
+
+        # The handle is kept where it is made, so that an interrupt cannot lose it.
+        def load() -> None:
+            self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+
+        worker.run(load)
         if not self._handle:
             raise ModelError(f"{self.path}: llama.cpp cannot load this model: {_why()}")
         if not llama_cpp.llama_model_has_decoder(self._handle) or llama_cpp.llama_model_has_encoder(
@@ -284,7 +293,11 @@ class Context:
         params.abort_callback = ctypes.cast(worker.ABORT_CALLBACK, llama_cpp.ggml_abort_callback)
         params.abort_callback_data = worker.ABORT_FLAG
         _complaints.clear()
-        self._handle = llama_cpp.llama_init_from_model(model.handle, params)
+
+        def create() -> None:
+            self._handle = llama_cpp.llama_init_from_model(model.handle, params)
+
+        worker.run(create)
         if not self._handle:
             raise ModelError(f"{model.path}: no context of {n_ctx} tokens: {_why()}")
         # llama.cpp rounds the size up; the size that was asked for is the one that counts.
@@ -386,11 +399,7 @@ class Context:
 
     def bit_exact_reason(self, width: int) -> str | None:
         """Why logits may depend on how many tokens, up to `width`, are evaluated together; None if not."""
-        return bridge.bit_exact_reason(
-            width=width,
-            extra_buffers=self.model.use_extra_bufts,
-            recurrent=self.model.is_recurrent,
-        )
+        return bridge.bit_exact_reason(width=width, extra_buffers=self.model.use_extra_bufts)
 
     def truncate(self, length: int) -> None:
         """Roll back: forget every position from `length` on, of which there may be none.

@@ -1,8 +1,8 @@
 """The one thread on which llama.cpp works.
 
-Everything that touches a context runs there, one call after the other. A signal then reaches the main
-thread at once, though a pass takes seconds; nothing is freed or cut under a running pass, wherever the
-interrupt struck; and OpenMP, which keeps a pool of threads for each caller, has one pool to keep.
+Everything that loads a model or touches a context runs there, one call after the other. A signal then
+reaches the main thread at once, though a pass takes seconds; nothing is freed or cut under a running pass,
+wherever the interrupt struck; and OpenMP, which keeps a pool of threads for each caller, has one to keep.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _Result = TypeVar("_Result")
 _executor: ThreadPoolExecutor | None = None
 _abort = np.zeros(1, dtype=np.int32)
 
-# For llama.cpp: what it calls between operations, and with what, to learn whether a pass is to end.
+# For llama.cpp: what it calls, and with what, to learn whether a pass is to end or a load to go on.
 ABORT_CALLBACK = int(ffi.cast("uintptr_t", ffi.addressof(lib, "cspec_abort_requested")))
+LOAD_CALLBACK = int(ffi.cast("uintptr_t", ffi.addressof(lib, "cspec_load_wanted")))
 ABORT_FLAG: int = _abort.ctypes.data
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import os
 import resource
 import shutil
@@ -22,11 +21,11 @@ from pyspec import catalogue
 from pyspec.catalogue import models_folder, resolve
 from pyspec.download import fetch, is_verified, verify
 from pyspec.errors import DownloadError
+from tests.hub import COMMIT, Server, offer
 
 PARTS = (os.urandom(60_000), os.urandom(50_000))
 CONTENT = b"".join(PARTS)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-COMMIT = "0" * 40
 NOWHERE = "http://127.0.0.1:9"  # the discard port, which nothing listens to
 
 # What `pyspec` does, with another catalogue.
@@ -36,44 +35,6 @@ from pyspec import catalogue, cli
 catalogue.CATALOGUE = pathlib.Path(sys.argv.pop(1))
 cli.main()
 """
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Serves files by path; one named in `held` is not answered before `release` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files: dict[str, tuple[bytes, dict[str, str]]] = {}
-        self.requests: list[str] = []
-        self.held = ""
-        self.holding = threading.Event()
-        self.release = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.server.requests.append(f"{self.command} {self.path}")
-        if self.command == "GET" and self.path == self.server.held:
-            self.server.holding.set()
-            self.server.release.wait()
-        content, headers = self.server.files.get(self.path, (b"", {}))
-        self.send_response(200 if self.path in self.server.files else 404)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    do_HEAD = do_GET  # noqa: N815
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
@@ -391,15 +352,10 @@ class TestHuggingFace:
 
     @pytest.fixture(autouse=True)
     def _hub(self, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.offer(server, CONTENT, SHA256)
+        offer(server, "org/tiny", "tiny.gguf", CONTENT)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         both = write_catalogue(tmp_path / "both.toml", hugging_face=True)
         monkeypatch.setattr(catalogue, "CATALOGUE", both)
-
-    def offer(self, server: Server, content: bytes, sha256: str) -> None:
-        headers = {"ETag": f'"{sha256}"', "X-Repo-Commit": COMMIT}
-        for revision in ("main", COMMIT):
-            server.files[f"/org/tiny/resolve/{revision}/tiny.gguf"] = (content, headers)
 
     def test_comes_first_and_is_stored_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -421,13 +377,13 @@ class TestHuggingFace:
         assert path.read_bytes() == CONTENT
 
     def test_another_file_in_the_repository_is_not_taken(self, server: Server) -> None:
-        self.offer(server, CONTENT[::-1], hashlib.sha256(CONTENT[::-1]).hexdigest())
+        offer(server, "org/tiny", "tiny.gguf", CONTENT[::-1])
         assert pull().returncode == 0
         assert tiny().path.read_bytes() == CONTENT  # from the packages
         assert not any(request.startswith("GET /org") for request in server.requests)
 
     def test_damage_on_the_way_is_found(self, server: Server) -> None:
-        self.offer(server, CONTENT[::-1], SHA256)
+        offer(server, "org/tiny", "tiny.gguf", CONTENT[::-1], sha256=SHA256)
         result = pull("org/tiny:tiny.gguf")
         assert result.returncode == 1
         assert f"and should have {SHA256}" in result.stderr

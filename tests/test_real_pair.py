@@ -1,0 +1,167 @@
+"""What only real models show: the default pair, fetched once into the user's cache."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyspec import Engine, SamplingParams, VocabularyMismatchError
+from pyspec.catalogue import load_catalogue, resolve, tomllib
+from pyspec.chat import prompt_ids
+from pyspec.drafters import Drafter
+from pyspec.verify import RandomDrafter
+
+pytestmark = pytest.mark.models
+
+PROMPTS = Path(__file__).parent.parent / "bench" / "prompts.toml"
+GAMMAS = range(1, 13)
+
+
+def prompts() -> list[str]:
+    """The benchmarks' prompts, a class after the other."""
+    classes = tomllib.loads(PROMPTS.read_text())
+    return [text for texts in zip(*classes.values(), strict=False) for text in texts]
+
+
+def harbour_log(n_days: int) -> str:
+    """A long text whose continuation depends on all of it."""
+    return "Which day had the most ships?\n" + "".join(
+        f"Day {day}: {7 * day % 11} ships came in, {5 * day % 7} left, wind {3 * day % 9}.\n"
+        for day in range(1, n_days + 1)
+    )
+
+
+@pytest.fixture(scope="module")
+def files() -> tuple[Path, Path]:
+    catalogue = load_catalogue()
+    target = catalogue.default_target
+    draft = catalogue.draft_for(target)
+    assert draft is not None
+    return resolve(target.name), resolve(draft.name)
+
+
+@pytest.fixture(scope="module")
+def engine(files: tuple[Path, Path]) -> Iterator[Engine]:
+    with Engine(*files, n_ctx=2600) as loaded:
+        yield loaded
+
+
+def greedy(engine: Engine, text: str, n: int, **request: int) -> tuple[list[int], str]:
+    """Exactly n tokens: ending is forbidden, so that every comparison is of full length."""
+    ids = prompt_ids(engine.target, [{"role": "user", "content": text}])
+    bans = {t: -math.inf for t in range(engine.target.n_vocab) if engine.target.is_end(t)}
+    params = SamplingParams(temperature=0, max_tokens=n, logit_bias=bans)
+    pieces = list(engine.generate(ids, params, **request))
+    tokens = [token.id for piece in pieces for token in piece.tokens]
+    statistics = pieces[-1].statistics
+    assert statistics is not None
+    assert len(tokens) == statistics.accepted + statistics.rounds == n
+    assert statistics.bit_exact, statistics.bit_exact_reason
+    return tokens, "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("index", range(20))
+def test_300_greedy_tokens_are_the_same_with_a_draft(engine: Engine, index: int) -> None:
+    """Each gamma from 1 to 12 on one or two of the prompts."""
+    text, gamma = prompts()[index], GAMMAS[index % len(GAMMAS)]
+    assert greedy(engine, text, 300, gamma=gamma) == greedy(engine, text, 300, gamma=0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("index", range(20))
+def test_300_greedy_tokens_are_the_same_at_every_gamma(engine: Engine, index: int) -> None:
+    text = prompts()[index]
+    plain = greedy(engine, text, 300, gamma=0)
+    for gamma in GAMMAS:
+        assert greedy(engine, text, 300, gamma=gamma) == plain
+
+
+def test_greedy_tokens_after_2000_are_the_same_with_a_draft(engine: Engine) -> None:
+    text = harbour_log(85)
+    assert len(engine.target.tokenize(text)) > 2000
+    assert greedy(engine, text, 100, gamma=5) == greedy(engine, text, 100, gamma=0)
+
+
+@pytest.mark.thorough
+def test_2000_greedy_tokens_are_the_same_at_several_gammas(engine: Engine) -> None:
+    text = prompts()[0]
+    plain = greedy(engine, text, 2000, gamma=0)
+    for gamma in (1, 4, 12):
+        assert greedy(engine, text, 2000, gamma=gamma) == plain
+
+
+def test_greedy_tokens_are_the_same_with_a_random_draft(engine: Engine) -> None:
+    drafter: Drafter = RandomDrafter(engine.target.n_vocab)
+    with Engine(engine.target, drafter, n_ctx=512) as random:
+        for text, gamma in zip(prompts()[:3], (1, 5, 12), strict=True):
+            expected = greedy(engine, text, 60, gamma=0)
+            assert greedy(random, text, 60, gamma=gamma) == expected
+
+
+def test_two_processes_write_the_same_bytes_with_and_without_a_draft() -> None:
+    command = [sys.executable, "-m", "pyspec", "generate", "--temp", "0", "-n", "200"]
+    prompt = "Write a Python class for a binary search tree with insert, find and in-order walk."
+    runs = [
+        subprocess.run(
+            [*command, *options, "--stats", "json", prompt], capture_output=True, check=True
+        )
+        for options in ([], ["--no-draft"])
+    ]
+    assert runs[0].stdout == runs[1].stdout != b""
+    drafted, plain = (json.loads(run.stderr) for run in runs)
+    assert plain["drafted"] == 0
+    assert drafted["accepted"] + drafted["rounds"] >= drafted["completion_tokens"]
+    assert drafted["acceptance_rate"] > 0.8, "this pair agrees on code"
+
+
+MEMORY = """
+import itertools, sys
+from pyspec import Engine, SamplingParams
+
+def anonymous():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return 1024 * int(lines["RssAnon"].split()[0])
+
+gamma = 4
+with Engine(sys.argv[1], sys.argv[2], n_ctx=4096) as engine:
+    ids = engine.target.tokenize("Once upon a time there was " * 20)
+    # llama.cpp's buffers come into memory as passes first use them: one of each kind before counting.
+    for context, width in ((engine._context, gamma + 1), (engine._drafter.context, 1)):
+        for n, n_logits in ((len(ids), 0), (width, width), (1, 1)):
+            context.evaluate(ids[:n], n_logits=n_logits)
+        context.clear()
+    before = anonymous()
+    params = SamplingParams(temperature=1, top_k=0, top_p=1, min_p=0, seed=1, max_tokens=40)
+    pieces = engine.generate(ids, params, gamma=gamma)
+    peak = max(anonymous() for piece in pieces)
+    row = 4 * engine.target.n_vocab
+    print((peak - before) / row, gamma + 1)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_a_generation_needs_no_more_memory_than_its_rows_of_logits(
+    files: tuple[Path, Path],
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY, *files], capture_output=True, text=True, check=True
+    )
+    rows, allowed = map(float, run.stdout.split())
+    assert 0 < rows <= allowed
+
+
+def test_the_other_vocabulary_is_refused(files: tuple[Path, Path]) -> None:
+    with pytest.raises(VocabularyMismatchError, match="49152"):
+        Engine(files[0], resolve("smollm2-135m"), n_ctx=64)
+
+
+def test_every_byte_of_a_text_in_many_scripts_survives_the_tokens(engine: Engine) -> None:
+    text = "naïve café — Zürich, Ελλάδα, Москва, 東京, नमस्ते, 🧑‍🚀🏳️‍🌈, ⛵︎ \t end"
+    ids = engine.target.tokenize(text, add_special=False)
+    assert b"".join(map(engine.target.piece, ids)).decode() == text
