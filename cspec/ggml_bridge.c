@@ -1044,19 +1044,23 @@ int32_t cspec_bridge_attach(const char *library, int32_t fail_at, char *reason, 
     return problem == NULL;
 }
 
-/* The widest instruction set that this CPU has, up to `most`. */
+/* The widest instruction set that this CPU has, up to `most`. Plain C is slower than ggml: only if asked for. */
 static int32_t best_level(int32_t most)
 {
-    while (most > MATMUL_OFF && !matmul_has(most)) {
-        most--;
+    int32_t level = most;
+    while (level > MATMUL_C && !matmul_has(level)) {
+        level--;
     }
-    return most;
+    return level == MATMUL_C && most != MATMUL_C ? MATMUL_OFF : level;
 }
 
 static const char *attach_kernels(const char *library, int32_t level, int32_t fail_at)
 {
     if (atomic_load(&mode) != ACTIVE) {
         return "the bridge is not attached";
+    }
+    if (level == MATMUL_OFF) {
+        return "this CPU has neither AVX2 nor AVX-512 VNNI";
     }
     void *handle = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
     if (handle == NULL) {

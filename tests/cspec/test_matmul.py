@@ -1,0 +1,284 @@
+"""Products of quantised weights: right, and the same bits however they are computed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize
+from pyspec._cspec import ffi, lib
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+# Where the F16 scales of a block lie.
+SCALES: dict[Type, list[int]] = {
+    Type.Q4_0: [0],
+    Type.Q4_1: [0, 2],
+    Type.Q5_0: [0],
+    Type.Q5_1: [0, 2],
+    Type.Q8_0: [0],
+    Type.Q2_K: [80, 82],
+    Type.Q3_K: [108],
+    Type.Q4_K: [0, 2],
+    Type.Q5_K: [0, 2],
+    Type.Q6_K: [208],
+    Type.IQ4_NL: [0],
+    Type.IQ4_XS: [0],
+    Type.F16: [],
+    Type.BF16: [],
+}
+FLOATS = {Type.F16, Type.BF16}
+TYPES = pytest.mark.parametrize("kind", list(SCALES), ids=lambda kind: kind.name)
+
+WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64]
+PLAIN = lib.CSPEC_MATMUL_C
+INSTRUCTIONS = [
+    level
+    for level in (PLAIN, lib.CSPEC_MATMUL_AVX2, lib.CSPEC_MATMUL_AVX512)
+    if lib.cspec_matmul_has(level)
+]
+BEST = INSTRUCTIONS[-1]
+
+
+def aligned(size: int) -> Bytes:
+    """Zeros at the beginning of a cache line."""
+    room = np.zeros(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size]
+
+
+def block_size(kind: Type) -> int:
+    return 32 if kind in FLOATS else GGML_QUANT_SIZES[kind][0]
+
+
+def random_weights(
+    kind: Type, n_rows: int, n_k: int, scale: Callable[[tuple[int, int]], Any] | None = None
+) -> Bytes:
+    """Rows of random bytes, valid in every type but for the F16 scales, which are chosen."""
+    rng = np.random.default_rng([kind, n_rows, n_k])
+    if kind in FLOATS:
+        values = rng.standard_normal((n_rows, n_k))
+        if kind == Type.F16:
+            return values.astype(np.float16).view(np.uint8)
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    block, size = GGML_QUANT_SIZES[kind]
+    shape = (n_rows, n_k // block)
+    rows = rng.integers(0, 256, (*shape, size), dtype=np.uint8)
+    for offset in SCALES[kind]:
+        values = scale(shape) if scale else 0.01 * rng.standard_normal(shape)
+        rows[:, :, offset : offset + 2] = (
+            np.asarray(values, np.float16).view(np.uint8).reshape(*shape, 2)
+        )
+    return rows.reshape(n_rows, -1)
+
+
+def random_tokens(n_tokens: int, n_k: int) -> Floats:
+    """Activations with a few large ones, as models have."""
+    rng = np.random.default_rng([n_tokens, n_k])
+    return rng.standard_t(4, (n_tokens, n_k)).astype(np.float32)
+
+
+class Product:
+    """Packed weights."""
+
+    def __init__(self, kind: Type, n_rows: int, n_k: int, rows: Bytes) -> None:
+        self.shape = (kind, n_rows, n_k)
+        size = lib.cspec_matmul_packed_size(*self.shape)
+        assert size > 0
+        self.packed = aligned(size)
+        lib.cspec_matmul_pack(*self.shape, ffi.from_buffer(rows), ffi.from_buffer(self.packed))
+
+    def __call__(self, x: Floats, instructions: int = BEST, parts: int = 1) -> Floats:
+        kind, n_rows, n_k = self.shape
+        out = np.full((len(x), n_rows), np.nan, np.float32)
+        scratch = aligned(lib.cspec_matmul_activations_size(kind, n_k, len(x)))
+        lib.cspec_matmul(
+            instructions,
+            *self.shape,
+            len(x),
+            ffi.from_buffer(self.packed),
+            ffi.from_buffer("float[]", np.ascontiguousarray(x)),
+            ffi.from_buffer(scratch),
+            ffi.from_buffer("float[]", out),
+            parts,
+        )
+        return out
+
+
+def bits(values: Floats) -> bytes:
+    return np.ascontiguousarray(values).tobytes()
+
+
+# ---- right -------------------------------------------------------------------------------------------
+
+
+class _Traits(ctypes.Structure):
+    """ggml's functions for a type: a row of floats to it, and a dot product with another type."""
+
+    _fields_ = [
+        ("from_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+        (
+            "vec_dot",
+            ctypes.CFUNCTYPE(
+                None,
+                ctypes.c_int,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_int,
+            ),
+        ),
+        ("vec_dot_type", ctypes.c_int),
+    ]
+
+
+def stock_product(kind: Type, rows: Bytes, x: Floats) -> Floats:
+    """The product as llama.cpp computes it."""
+    folder = Path(llama_cpp.llama_cpp._lib._name).parent
+    library = ctypes.CDLL(str(next(folder.glob("libggml-cpu.*"))))
+    library.ggml_cpu_init()
+    library.ggml_get_type_traits_cpu.restype = ctypes.POINTER(_Traits)
+    traits = library.ggml_get_type_traits_cpu(int(kind)).contents
+    convert = library.ggml_get_type_traits_cpu(traits.vec_dot_type).contents.from_float
+    out = np.zeros((len(x), len(rows)), np.float32)
+    for token in range(len(x)):
+        column = aligned(x.shape[1] * 4 + 1024)
+        convert(x[token].ctypes.data, column.ctypes.data, x.shape[1])
+        for row in range(len(rows)):
+            to = out[token, row:].ctypes.data
+            traits.vec_dot(x.shape[1], to, 0, rows[row].ctypes.data, 0, column.ctypes.data, 0, 1)
+    return out
+
+
+@TYPES
+def test_error_is_that_of_rounding_the_activations(kind: Type) -> None:
+    n_rows, n_k = 40, 1024
+    rows, x = random_weights(kind, n_rows, n_k), random_tokens(max(WIDTHS), n_k)
+    weights = dequantize(rows, kind).astype(np.float64)
+    product = Product(kind, n_rows, n_k, rows)
+    # An activation is off by at most half a step, of which 127 make the block's largest magnitude.
+    block = block_size(kind)
+    steps = np.abs(x).reshape(len(x), -1, block).max(axis=2).repeat(block, axis=1) / 127
+    rounding = 0 if kind in FLOATS else (steps / 2) @ np.abs(weights).T
+    bound = rounding + 1e-5 * np.abs(x) @ np.abs(weights).T
+    for width in WIDTHS:
+        error = np.abs(product(x[:width]) - x[:width].astype(np.float64) @ weights.T)
+        assert (error <= bound[:width]).all()
+
+
+@TYPES
+def test_error_is_no_larger_than_llama_cpps(kind: Type) -> None:
+    n_rows, n_k, n_tokens = 48, 1024, 16
+    rows, x = random_weights(kind, n_rows, n_k), random_tokens(n_tokens, n_k)
+    exact = x.astype(np.float64) @ dequantize(rows, kind).astype(np.float64).T
+    ours = np.sqrt(np.mean((Product(kind, n_rows, n_k, rows)(x) - exact) ** 2))
+    stock = np.sqrt(np.mean((stock_product(kind, rows, x) - exact) ** 2))
+    assert stock < 0.05 * np.sqrt(np.mean(exact**2))
+    assert ours <= 1.02 * stock  # the two round the same activations independently
+
+
+# ---- the same bits -----------------------------------------------------------------------------------
+
+
+@TYPES
+def test_bits_do_not_depend_on_the_way(kind: Type) -> None:
+    n_rows, n_k = 37, 512
+    product = Product(kind, n_rows, n_k, random_weights(kind, n_rows, n_k))
+    x = random_tokens(max(WIDTHS), n_k)
+    one_by_one = np.concatenate([product(x[t : t + 1], PLAIN) for t in range(len(x))])
+    for width in WIDTHS:
+        for instructions in INSTRUCTIONS:
+            for parts in range(1, 6) if width in (1, 5, 9) else (1,):
+                assert bits(product(x[:width], instructions, parts)) == bits(one_by_one[:width])
+
+
+@TYPES
+def test_bits_do_not_depend_on_a_tokens_place(kind: Type) -> None:
+    product = Product(kind, 16, 256, random_weights(kind, 16, 256))
+    x = random_tokens(11, 256)
+    assert bits(product(x)[::-1]) == bits(product(x[::-1]))
+
+
+# ---- shapes ------------------------------------------------------------------------------------------
+
+
+@TYPES
+@pytest.mark.parametrize("n_rows", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("n_blocks", [1, 3])
+def test_odd_shapes(kind: Type, n_rows: int, n_blocks: int) -> None:
+    n_k = n_blocks * block_size(kind)
+    rows, x = random_weights(kind, n_rows, n_k), random_tokens(9, n_k)
+    product = Product(kind, n_rows, n_k, rows)
+    exact = x.astype(np.float64) @ dequantize(rows, kind).astype(np.float64).T
+    for instructions in INSTRUCTIONS:
+        out = product(x, instructions)
+        assert np.abs(out - exact).max() < 0.05 * np.abs(exact).max()
+        assert bits(out) == bits(product(x, PLAIN))
+
+
+@TYPES
+def test_packed_weights_are_hardly_larger(kind: Type) -> None:
+    n_rows, n_k = 1 << 20, 1 << 16  # far more than 2 GiB
+    block, size = GGML_QUANT_SIZES[kind]
+    packed = lib.cspec_matmul_packed_size(kind, n_rows, n_k)
+    assert 1 <= packed / (n_rows * n_k // block * size) < 1.001
+
+
+def test_what_is_not_covered() -> None:
+    assert lib.cspec_matmul_packed_size(Type.IQ2_XXS, 16, 256) == 0
+    assert lib.cspec_matmul_packed_size(Type.F32, 16, 256) == 0
+    assert lib.cspec_matmul_packed_size(Type.Q4_K, 16, 128) == 0
+    assert lib.cspec_matmul_packed_size(Type.Q4_K, 0, 256) == 0
+
+
+# ---- extremes ----------------------------------------------------------------------------------------
+
+SIXTEEN_BITS = {"zero": 0.0, "smallest": 6e-8, "subnormal": 3e-5, "largest": 65504.0}
+
+
+@TYPES
+@pytest.mark.parametrize("scale", SIXTEEN_BITS.values(), ids=SIXTEEN_BITS)
+def test_extreme_scales(kind: Type, scale: float) -> None:
+    rows = random_weights(kind, 17, 256, lambda shape: np.full(shape, scale))
+    exact = random_tokens(5, 256).astype(np.float64) @ dequantize(rows, kind).astype(np.float64).T
+    product = Product(kind, 17, 256, rows)
+    for instructions in INSTRUCTIONS:
+        out = product(random_tokens(5, 256), instructions)
+        assert np.isfinite(out).all()
+        assert np.abs(out - exact).max() <= 0.05 * np.abs(exact).max()
+        assert bits(out) == bits(product(random_tokens(5, 256), PLAIN))
+
+
+@TYPES
+@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-37, 1e-20, 1e20])
+def test_extreme_activations(kind: Type, magnitude: float) -> None:
+    rows = random_weights(kind, 16, 256)
+    x = np.sign(random_tokens(3, 256)) * np.float32(magnitude)
+    exact = x.astype(np.float64) @ dequantize(rows, kind).astype(np.float64).T
+    out = Product(kind, 16, 256, rows)(x)
+    assert np.abs(out - exact).max() <= 0.05 * np.abs(exact).max() + 1e-34
+
+
+@TYPES
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_token_and_is_not_hidden(kind: Type, value: float) -> None:
+    product = Product(kind, 16, 512, random_weights(kind, 16, 512))
+    x = random_tokens(3, 512)
+    expected = product(x)
+    x[1, 100] = value
+    for instructions in INSTRUCTIONS:
+        out = product(x, instructions)
+        assert not np.isfinite(out[1]).any()
+        assert bits(out[[0, 2]]) == bits(expected[[0, 2]])
