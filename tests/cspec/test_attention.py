@@ -99,8 +99,7 @@ class Attention:
         """The same operation on some of its tokens."""
         mask = None if self.mask is None else np.ascontiguousarray(self.mask[:, :, first:last])
         q = np.ascontiguousarray(self.q[:, first:last])
-        part = Attention(q, self.k, self.v, mask, self.sinks, self.max_bias, self.soft_cap)
-        return part
+        return Attention(q, self.k, self.v, mask, self.sinks, self.max_bias, self.soft_cap)
 
     def cells(self, n: int) -> Attention:
         """The same operation on the first n cells."""
@@ -210,7 +209,16 @@ def test_is_softmax_of_q_k_times_v(shape: str, kernels: int) -> None:
 def variants() -> dict[str, Attention]:
     """One operation with each of the options."""
     made = {}
-    for name in ("no mask", "causal", "window", "narrow window", "soft cap", "sinks", "ALiBi", "all"):
+    for name in (
+        "no mask",
+        "causal",
+        "window",
+        "narrow window",
+        "soft cap",
+        "sinks",
+        "ALiBi",
+        "all",
+    ):
         a = example(heads=6, tokens=9, cells=544)
         a.mask = causal(9, 544, 530)
         made[name] = a
@@ -378,7 +386,14 @@ def test_subnormal_halves_are_converted_alike() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"k_size": 40}, {"v_size": 72}, {"k_size": 592}, {"n_heads": 5}, {"kernels": 0}, {"n_cells": 0}],
+    [
+        {"k_size": 40},
+        {"v_size": 72},
+        {"k_size": 592},
+        {"n_heads": 5},
+        {"kernels": 0},
+        {"n_cells": 0},
+    ],
 )
 def test_other_shapes_are_refused(change: dict[str, int]) -> None:
     fields = {
@@ -390,8 +405,6 @@ def test_other_shapes_are_refused(change: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(("value", "kernels"), [("off", "OFF"), ("c", "C")])
-def test_the_environment_chooses(
-    monkeypatch: pytest.MonkeyPatch, value: str, kernels: str
-) -> None:
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch, value: str, kernels: str) -> None:
     monkeypatch.setenv("PYSPEC_KERNELS", value)
     assert lib.cspec_kernels() == getattr(lib, f"CSPEC_KERNELS_{kernels}")
