@@ -32,9 +32,10 @@ $(VENV)/installed-test: $(SOURCES) $(VENV)/llama-cpp
 	@touch $@ $(VENV)/installed
 
 # Installed by itself, since it takes minutes and can show how far it is.
-$(VENV)/llama-cpp: pyproject.toml | $(VENV)
-	@echo "Installing $(LLAMA_CPP), which is compiled here: about five minutes on two cores."
-	@$(BIN)/python -m pip install --verbose "$(LLAMA_CPP)" 2>&1 | tee $(VENV)/llama-cpp.log | awk -v terminal="$$(test -t 1 && echo 1)" ' \
+$(VENV)/llama-cpp: pyproject.toml | $(VENV)/created
+	@echo "Installing $(LLAMA_CPP). Unless pip has built it before, it is compiled: about five minutes on two cores."
+	@if [ -t 1 ]; then terminal=1; fi; \
+	$(BIN)/python -m pip install --verbose "$(LLAMA_CPP)" 2>&1 | tee $(VENV)/llama-cpp.log | awk -v terminal="$$terminal" ' \
 	    match($$0, /\[[0-9]+\/[0-9]+\]/) { step = substr($$0, RSTART, RLENGTH); \
 	        if (terminal) printf "\r  compiling %s ", step; else if (++n % 50 == 0) print "  compiling " step; \
 	        fflush() } \
@@ -43,5 +44,6 @@ $(VENV)/llama-cpp: pyproject.toml | $(VENV)
 	    { tail -n 20 $(VENV)/llama-cpp.log; echo "llama-cpp-python did not install: see $(VENV)/llama-cpp.log"; exit 1; }
 	@touch $@
 
-$(VENV):
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/created:
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@

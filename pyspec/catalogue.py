@@ -198,7 +198,7 @@ def resolve(
     path = Path(spec)
     if path.is_file():
         return path
-    if path.exists():
+    if path.exists() and all(spec.casefold() != m.name for m in load_catalogue().models):
         raise ModelError(f"{spec} is not a file; name the GGUF file itself")
     if not _HUGGING_FACE_SPEC.fullmatch(spec) and (os.sep in spec or spec.endswith(".gguf")):
         hint = f"; is it on Hugging Face? Then write {spec}:FILE.gguf" if _is_repo(spec) else ""

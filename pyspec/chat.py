@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -17,8 +16,12 @@ from pyspec.llama import Model
 Message = Mapping[str, Any]
 
 
+class _RefusalError(Exception):
+    """What a template says of a conversation that it does not take."""
+
+
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise _RefusalError(message)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
@@ -56,8 +59,9 @@ def render(model: Model, messages: Sequence[Message], *, add_generation_prompt: 
     environment.globals["strftime_now"] = _strftime_now
     try:
         template = environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ModelError(f"{model.name}: its chat template is damaged: {error}") from error
+    # Whatever a damaged or hostile template makes Jinja or Python raise.
+    except Exception as error:
+        raise _does_not_work(model, error) from error
     try:
         return template.render(
             messages=messages,
@@ -65,10 +69,19 @@ def render(model: Model, messages: Sequence[Message], *, add_generation_prompt: 
             bos_token=_text(model, model.bos),
             eos_token=_text(model, model.eos),
         )
-    except Exception as error:
+    except _RefusalError as error:
         raise UsageError(
             f"{model.name}: its chat template refuses the messages: {error}"
         ) from error
+    except Exception as error:
+        raise _does_not_work(model, error) from error
+
+
+def _does_not_work(model: Model, error: Exception) -> ModelError:
+    return ModelError(
+        f"{model.name}: its chat template does not work: {type(error).__name__}: {error}; "
+        "give the prompt as it is with --raw"
+    )
 
 
 def prompt_ids(model: Model, messages: Sequence[Message]) -> list[int]:

@@ -77,7 +77,7 @@ def is_verified(model: ModelFile) -> bool:
     try:
         return (
             model.is_downloaded()
-            and record.stat().st_mtime_ns >= model.path.stat().st_mtime_ns
+            and record.stat().st_mtime_ns == model.path.stat().st_mtime_ns
             and (recorded := _recorded_hash(model)) is not None
             and model.sha256 in (None, recorded)
         )
@@ -147,7 +147,7 @@ def fetch(model: ModelFile, progress: Progress | None = None) -> Path:
 def _fetch_from_any_source(model: ModelFile, staging: Path, report: Progress) -> None:
     if is_offline():
         raise DownloadError(
-            f"{model.name} is not downloaded, and PYSPEC_OFFLINE forbids it; "
+            f"{model.name} is not here intact, and PYSPEC_OFFLINE forbids it; "
             f"unset that and run: pyspec models pull {model.name}"
         )
     sources: dict[str, Callable[[], _Candidate]] = {}
@@ -433,7 +433,11 @@ def _recorded_hash(model: ModelFile) -> str | None:
 
 def _record_hash(model: ModelFile, sha256: str) -> None:
     with _logged_only("record the hash of", model.path):  # a cache may be mounted read-only
-        _record_of(model).write_text(f"{sha256}  {model.path.name}\n")  # as sha256sum writes it
+        record = _record_of(model)
+        record.write_text(f"{sha256}  {model.path.name}\n")  # as sha256sum writes it
+        # The record is of the file as it is now: it bears the same time.
+        written = model.path.stat().st_mtime_ns
+        os.utime(record, ns=(written, written))
 
 
 @contextmanager

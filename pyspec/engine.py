@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +27,9 @@ DEFAULT_GAMMA = 4
 DEFAULT_CONTEXT = 4096
 # Tokens of the widest target pass after the prefill; gamma is less than this.
 MAX_WIDTH = 32
+# llama.cpp's own limits: of its thread pools, and of a position.
+_MAX_THREADS = 512
+_MAX_CONTEXT = 2**31 - 1
 
 
 class Engine:
@@ -61,15 +65,15 @@ class Engine:
         draft_threads: int | None = None,
         draft_ctx: int | None = None,
     ) -> None:
-        for name, value in (
-            ("n_ctx", n_ctx),
-            ("n_batch", n_batch),
-            ("threads", threads),
-            ("draft_threads", draft_threads),
-            ("draft_ctx", draft_ctx),
+        for name, value, most in (
+            ("the context", n_ctx, _MAX_CONTEXT),
+            ("the batch", n_batch, _MAX_CONTEXT),
+            ("threads", threads, _MAX_THREADS),
+            ("the draft's threads", draft_threads, _MAX_THREADS),
+            ("the draft's context", draft_ctx, _MAX_CONTEXT),
         ):
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be 1 or more, not {value}")
+            if value is not None and not 1 <= value <= most:
+                raise UsageError(f"{name} must be from 1 to {most}, not {value}")
         self.gamma = _checked_gamma(gamma)
         self._owned: list[Model | Context | Drafter] = []
         self._request = 0
@@ -134,7 +138,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         gamma: int | None = None,
-        rule: Rule = Rule.BLOCK,
+        rule: Rule | str = Rule.BLOCK,
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> Iterator[Piece]:
         """Write a continuation of the prompt.
@@ -152,19 +156,21 @@ class Engine:
             A piece a round; the last has the statistics.
 
         Raises:
-            UsageError: The prompt is empty, or gamma is outside its range.
+            UsageError: The prompt is empty, or an argument is outside its range.
             ContextOverflowError: The prompt does not fit in the context.
             LogitsError: A model produced logits from which no distribution follows.
         """
         params = params or SamplingParams()
         gamma = self.gamma if gamma is None else _checked_gamma(gamma)
+        for token in params.logit_bias:
+            self._check_token(token, "a logit bias")
         ids = self.target.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(ids)
         self._request += 1
         return self._run(
             ids,
             params,
-            Sampler(params, self.target.n_vocab, rule),
+            Sampler(params, self.target.n_vocab, _checked_rule(rule)),
             gamma,
             on_prefill,
             self._request,
@@ -179,10 +185,13 @@ class Engine:
                 "shorten the prompt or ask for a larger context"
             )
         for token in ids:
-            if not 0 <= token < self.target.n_vocab:
-                raise UsageError(
-                    f"the prompt has token id {token}, outside 0 to {self.target.n_vocab - 1}"
-                )
+            self._check_token(token, "the prompt")
+
+    def _check_token(self, token: int, whose: str) -> None:
+        if not 0 <= token < self.target.n_vocab:
+            raise UsageError(
+                f"{whose} has token id {token}, outside 0 to {self.target.n_vocab - 1}"
+            )
 
     def _run(
         self,
@@ -202,32 +211,28 @@ class Engine:
         if params.max_tokens is not None:
             n_end = min(n_end, n_prompt + params.max_tokens)
         output = Output(self.target, params.stop)
-        try:
-            with statistics.timed("prefill_s"):
-                self._prefill(ids, self._clamp(gamma, ids, n_end) > 0, on_prefill)
-            while not output.finish_reason:
-                if request != self._request:
-                    raise PyspecError("another request was started on this engine")
-                with statistics.timed("decode_s"):
-                    emitted = self._round(ids, self._clamp(gamma, ids, n_end), sampler, statistics)
-                    shown = output.push(emitted)
-                    ids += [token.id for token in emitted]
-                    del ids[n_prompt + output.n_tokens :]
-                    if output.finish_reason or len(ids) >= n_end:
-                        shown += output.finish("length")
-                    else:
-                        self._roll_back(len(ids) - 1)
-                statistics.completion_tokens = output.n_tokens
-                if statistics.ttft_s is None and any(token.text for token in shown):
-                    statistics.ttft_s = time.perf_counter() - start
-                if output.finish_reason:
-                    statistics.finish_reason = output.finish_reason
-                    widest = len(statistics.accepted_histogram)
-                    statistics.bit_exact_reason = self._context.bit_exact_reason(widest)
-                yield Piece(tuple(shown), statistics if output.finish_reason else None)
-        finally:
-            if request == self._request:
-                self._settle(len(ids) - 1)
+        with statistics.timed("prefill_s"):
+            self._prefill(ids, self._clamp(gamma, ids, n_end) > 0, on_prefill)
+        while not output.finish_reason:
+            if request != self._request:
+                raise PyspecError("this request was ended by another one, or by closing the engine")
+            with statistics.timed("decode_s"):
+                emitted = self._round(ids, self._clamp(gamma, ids, n_end), sampler, statistics)
+                shown = output.push(emitted)
+                ids += [token.id for token in emitted]
+                del ids[n_prompt + output.n_tokens :]
+                if output.finish_reason or len(ids) >= n_end:
+                    shown += output.finish("length")
+                with statistics.timed("sample_s"):
+                    self._roll_back(len(ids) - 1, is_last=bool(output.finish_reason))
+            statistics.completion_tokens = output.n_tokens
+            if statistics.ttft_s is None and any(token.text for token in shown):
+                statistics.ttft_s = time.perf_counter() - start
+            if output.finish_reason:
+                statistics.finish_reason = output.finish_reason
+                widest = len(statistics.accepted_histogram)
+                statistics.bit_exact_reason = self._context.bit_exact_reason(widest)
+            yield Piece(tuple(shown), statistics if output.finish_reason else None)
 
     def _clamp(self, gamma: int, ids: Sequence[int], n_end: int) -> int:
         """Tokens to draft: no more than are wanted, than fit in one pass, or than the drafter can."""
@@ -280,20 +285,12 @@ class Engine:
                 emitted = [with_logprobs(*pair, n_top) for pair in zip(emitted, raw, strict=False)]
         return emitted
 
-    def _roll_back(self, length: int) -> None:
-        """Cut both caches back to what is committed."""
-        self._context.truncate(length)
-        if self._drafter is not None:
-            self._drafter.roll_back(length)
-
-    def _settle(self, length: int) -> None:
-        """Leave caches that the next request can use, whatever ended this one."""
-        try:
-            self._roll_back(length)
-        except RollbackError:
-            self._context.clear()
+    def _roll_back(self, length: int, *, is_last: bool) -> None:
+        """Cut both caches back to what is committed; after the last round they may as well be empty."""
+        with suppress(RollbackError) if is_last else nullcontext():
+            self._context.truncate(length)
             if self._drafter is not None:
-                self._drafter.clear()
+                self._drafter.roll_back(length)
 
     def close(self) -> None:
         """Free the contexts, and the models that this engine loaded."""
@@ -311,6 +308,13 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _checked_rule(rule: Rule | str) -> Rule:
+    try:
+        return Rule(rule)
+    except ValueError:
+        raise UsageError(f"rule must be one of {', '.join(Rule)}, not {rule}") from None
 
 
 def _checked_gamma(gamma: int) -> int:

@@ -10,11 +10,14 @@ import ctypes
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+# Should llama.cpp end the process, the debugger's report that it would start belongs on no one's output.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 import llama_cpp
 import numpy as np
@@ -94,6 +97,22 @@ def system_info() -> str:
 # ---- models ------------------------------------------------------------------------------------------
 
 
+class _Weights:
+    """A llama_model and how many contexts use it. Changed on the worker only."""
+
+    def __init__(self) -> None:
+        self.pointer: Any = None
+        self.n_contexts = 0
+        self.unwanted = False
+
+    def release(self) -> None:
+        """Free the model as soon as no context uses it."""
+        self.unwanted = True
+        if self.pointer and self.n_contexts == 0:
+            llama_cpp.llama_model_free(self.pointer)
+            self.pointer = None
+
+
 class Model:
     """A GGUF file, loaded for the CPU, and its vocabulary.
 
@@ -107,8 +126,8 @@ class Model:
     """
 
     def __init__(self, path: str | Path, *, use_extra_bufts: bool = False) -> None:
+        self._weights: _Weights | None = None
         self.path = Path(path)
-        self._handle = None
         check_gguf(self.path)
         # llama.cpp copies the list that the bridge is entered in when the first model is loaded.
         bridge.attach_kernels()
@@ -121,29 +140,39 @@ class Model:
         )
         params.progress_callback_user_data = worker.ABORT_FLAG
 
-        # The handle is kept where it is made, so that an interrupt cannot lose it.
+        weights = self._weights = _Weights()
+
+        # The pointer is kept where it is made, so that an interrupt cannot lose it.
         def load() -> None:
             with nullcontext(True) if use_extra_bufts else bridge.packed_weights() as extra:
                 params.use_extra_bufts = extra
-                self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+                weights.pointer = llama_cpp.llama_model_load_from_file(
+                    os.fsencode(self.path), params
+                )
 
         worker.run(load)
-        if not self._handle:
+        if not weights.pointer:
             raise ModelError(f"{self.path}: llama.cpp cannot load this model: {_why()}")
-        if not llama_cpp.llama_model_has_decoder(self._handle) or llama_cpp.llama_model_has_encoder(
-            self._handle
+        if not llama_cpp.llama_model_has_decoder(self.handle) or llama_cpp.llama_model_has_encoder(
+            self.handle
         ):
             self.close()
             raise ModelError(f"{self.path}: not a decoder-only language model")
-        self._vocab = llama_cpp.llama_model_get_vocab(self._handle)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(self._handle)
+        self.n_ctx_train: int = llama_cpp.llama_model_n_ctx_train(self.handle)
         self.bos: int = llama_cpp.llama_vocab_bos(self._vocab)
         self.eos: int = llama_cpp.llama_vocab_eos(self._vocab)
         self.adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(self._vocab))
         self.adds_eos = bool(llama_cpp.llama_vocab_get_add_eos(self._vocab))
         self.vocab_type: int = llama_cpp.llama_vocab_type(self._vocab)
-        self._piece_buffer = ctypes.create_string_buffer(256)
+        if self.vocab_type == llama_cpp.LLAMA_VOCAB_TYPE_SPM and not any(
+            map(self._is_byte, range(self.n_vocab))
+        ):
+            self.close()
+            raise ModelError(
+                f"{self.path}: its SentencePiece vocabulary has no tokens for bytes, without which "
+                "llama.cpp cannot read every text"
+            )
 
     @property
     def handle(self) -> Any:
@@ -152,9 +181,18 @@ class Model:
         Raises:
             ModelError: The model was closed.
         """
-        if not self._handle:
+        return self.weights.pointer
+
+    @property
+    def weights(self) -> _Weights:
+        """The pointer with its count of contexts. Raises as handle does."""
+        if self._weights is None:
             raise ModelError(f"{self.path}: the model is closed")
-        return self._handle
+        return self._weights
+
+    @property
+    def _vocab(self) -> Any:
+        return llama_cpp.llama_model_get_vocab(self.handle)
 
     @property
     def name(self) -> str:
@@ -192,14 +230,15 @@ class Model:
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """Token ids of a text.
+        """Token ids of a text. What is no character, such as bytes that are not UTF-8, becomes U+FFFD.
 
         Args:
             text: What to tokenize.
             add_special: Add the tokens with which the model wants a text to begin and end, such as BOS.
             parse_special: Read texts such as <|im_end|> as the special tokens that they name.
         """
-        data = text.encode("utf-8", "surrogateescape")
+        # llama.cpp ends the process on some invalid texts.
+        data = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
         size = len(data) + 8
         while True:
             buffer = (llama_cpp.llama_token * size)()
@@ -212,12 +251,13 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes that a token adds to a text; control tokens add none unless `special`."""
+        vocab, size = self._vocab, 64
         while True:
-            buffer = self._piece_buffer
-            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
+            buffer = ctypes.create_string_buffer(size)
+            n = llama_cpp.llama_token_to_piece(vocab, token, buffer, size, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
-            self._piece_buffer = ctypes.create_string_buffer(-n)
+            size = -n
 
     def token_text(self, token: int) -> bytes:
         """The token as the vocabulary spells it, before any decoding to bytes."""
@@ -229,18 +269,24 @@ class Model:
             llama_cpp.llama_vocab_get_attr(self._vocab, token) & llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
         )
 
+    def _is_byte(self, token: int) -> bool:
+        return bool(
+            llama_cpp.llama_vocab_get_attr(self._vocab, token) & llama_cpp.LLAMA_TOKEN_ATTR_BYTE
+        )
+
     def is_end(self, token: int) -> bool:
         """Whether the token ends a generation (EOS, end of turn, and their like)."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     def close(self) -> None:
-        """Free the weights. Contexts of this model must have been closed before."""
-        handle, self._handle = self._handle, None
-        if handle:
-            worker.run_last(lambda: llama_cpp.llama_model_free(handle))
+        """Free the weights, or have the last context of this model free them when it is closed."""
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            worker.run(weights.release)
 
     def __del__(self) -> None:
-        self.close()
+        if self._weights is not None:
+            worker.free_later(self._weights.release)
 
 
 # ---- contexts ----------------------------------------------------------------------------------------
@@ -296,8 +342,11 @@ class Context:
         params.abort_callback_data = worker.ABORT_FLAG
         _complaints.clear()
 
+        weights = self._weights = model.weights
+
         def create() -> None:
-            self._handle = llama_cpp.llama_init_from_model(model.handle, params)
+            self._handle = llama_cpp.llama_init_from_model(weights.pointer, params)
+            weights.n_contexts += bool(self._handle)
 
         worker.run(create)
         if not self._handle:
@@ -342,7 +391,8 @@ class Context:
             n_logits: How many of the last tokens' logits to compute; all of these must be in one pass.
 
         Raises:
-            ModelError: A pass failed. The sequence is as before.
+            ModelError: A pass failed. The sequence is as before, or forgotten whole where the model's memory
+                cannot go back.
         """
         start = self.length
         if start + len(tokens) > self.n_ctx:
@@ -435,12 +485,29 @@ class Context:
 
     def close(self) -> None:
         """Free the cache and buffers."""
+        free = self._take_free()
+        if free is not None:
+            worker.run(free)
+
+    def _take_free(self) -> Callable[[], None] | None:
+        """What frees the context, once; nothing is left to free afterwards."""
         handle, self._handle = self._handle, None
         batch, self._batch = self._batch, None
-        if batch is not None:
-            worker.run_last(lambda: llama_cpp.llama_batch_free(batch))
-        if handle:
-            worker.run_last(lambda: llama_cpp.llama_free(handle))
+        if not handle:
+            return None
+        weights = self._weights
+
+        def free() -> None:
+            if batch is not None:
+                llama_cpp.llama_batch_free(batch)
+            llama_cpp.llama_free(handle)
+            weights.n_contexts -= 1
+            if weights.unwanted:
+                weights.release()
+
+        return free
 
     def __del__(self) -> None:
-        self.close()
+        free = self._take_free()
+        if free is not None:
+            worker.free_later(free)

@@ -28,8 +28,8 @@ class Statistics:
         verify_s: The target's passes.
         sample_s: Distributions, the rule, and rollback.
         decode_s: All rounds.
-        finish_reason: "stop" (end of generation or a stop string), "length" (max_tokens or a full
-            context), or "abandoned".
+        finish_reason: "stop" (end of generation or a stop string) or "length" (max_tokens or a full
+            context).
         seed: What the random numbers were made from.
         bit_exact_reason: Why the target's logits may not be the same bits as in plain decoding; None if
             they are.
@@ -48,7 +48,7 @@ class Statistics:
     verify_s: float = 0.0
     sample_s: float = 0.0
     decode_s: float = 0.0
-    finish_reason: str = "abandoned"
+    finish_reason: str = ""
     seed: int = 0
     bit_exact_reason: str | None = None
 

@@ -24,6 +24,10 @@ _STATUS_TEXTS = {
 }
 
 
+# Beyond any use, and well inside of what the C library's single precision can add up.
+_EXTREME = 1e6
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise UsageError(message)
@@ -68,26 +72,36 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0,
             f"temperature must be 0 or more, not {self.temperature}",
         )
-        _require(self.top_k >= 0, f"top-k must be 0 (off) or more, not {self.top_k}")
+        _require(
+            0 <= self.top_k < 2**31, f"top-k must be 0 (off) or more, below 2**31, not {self.top_k}"
+        )
         _require(0 < self.top_p <= 1, f"top-p must be over 0 and at most 1, not {self.top_p}")
         _require(0 <= self.min_p <= 1, f"min-p must be from 0 to 1, not {self.min_p}")
         _require(
-            math.isfinite(self.repeat_penalty) and self.repeat_penalty > 0,
-            f"repeat penalty must be over 0, not {self.repeat_penalty}",
+            1 / _EXTREME <= self.repeat_penalty <= _EXTREME,
+            f"repeat penalty must be over 0, from {1 / _EXTREME:g} to {_EXTREME:g}, "
+            f"not {self.repeat_penalty}",
         )
         for name in ("frequency", "presence"):
             value = getattr(self, f"{name}_penalty")
-            _require(math.isfinite(value), f"{name} penalty must be a finite number, not {value}")
+            _require(
+                -_EXTREME <= value <= _EXTREME,
+                f"{name} penalty must be from {-_EXTREME:g} to {_EXTREME:g}, not {value}",
+            )
         _require(
             self.repeat_last_n >= -1, f"repeat-last-n must be -1 or more, not {self.repeat_last_n}"
         )
         _require(
-            all(bias < math.inf for bias in self.logit_bias.values()),
-            "a logit bias must be a number below infinity",
+            all(
+                bias == -math.inf or -_EXTREME <= bias <= _EXTREME
+                for bias in self.logit_bias.values()
+            ),
+            f"a logit bias must be from {-_EXTREME:g} to {_EXTREME:g}, or -inf",
         )
         _require(
             self.max_tokens is None or self.max_tokens >= 1,
@@ -101,8 +115,40 @@ class SamplingParams:
             self.logprobs is None or self.logprobs >= 0,
             f"logprobs must be 0 or more, not {self.logprobs}",
         )
-        _require(not isinstance(self.stop, str), "stop must be a list of texts, not one text")
         _require(all(self.stop), "a stop string must not be empty")
+
+    def _check_types(self) -> None:
+        for name in ("top_k", "repeat_last_n", "seed", "max_tokens", "logprobs"):
+            value = getattr(self, name)
+            optional = name in ("seed", "max_tokens", "logprobs")
+            _require(
+                isinstance(value, int) or (optional and value is None),
+                f"{name} must be a whole number, not {value!r}",
+            )
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repeat_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        ):
+            value = getattr(self, name)
+            _require(isinstance(value, (int, float)), f"{name} must be a number, not {value!r}")
+        _require(
+            isinstance(self.stop, Sequence)
+            and not isinstance(self.stop, str)
+            and all(isinstance(text, str) for text in self.stop),
+            f"stop must be a list of texts, not {self.stop!r}",
+        )
+        _require(
+            isinstance(self.logit_bias, Mapping)
+            and all(
+                isinstance(token, int) and isinstance(bias, (int, float))
+                for token, bias in self.logit_bias.items()
+            ),
+            "logit_bias must map token ids to numbers",
+        )
 
     @property
     def penalised(self) -> bool:

@@ -8,6 +8,7 @@ wherever the interrupt struck; and OpenMP, which keeps a pool of threads for eac
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -19,6 +20,7 @@ from pyspec._cspec import ffi, lib
 _Result = TypeVar("_Result")
 
 _executor: ThreadPoolExecutor | None = None
+_to_free: deque[Callable[[], object]] = deque()
 _abort = np.zeros(1, dtype=np.int32)
 
 # For llama.cpp: what it calls, and with what, to learn whether a pass is to end or a load to go on.
@@ -38,6 +40,8 @@ def run(call: Callable[[], _Result]) -> _Result:
         _executor = ThreadPoolExecutor(1, thread_name_prefix="pyspec-llama")
 
     def unaborted() -> _Result:
+        while _to_free:
+            _to_free.popleft()()
         _abort[0] = 0
         return call()
 
@@ -46,19 +50,16 @@ def run(call: Callable[[], _Result]) -> _Result:
     except BaseException:
         # The interrupt may have struck before the future was at hand, so it is the queue that is waited for.
         _abort[0] = 1
-        run_last(int)
+        _executor.submit(int).result()
         raise
 
 
-def run_last(call: Callable[[], _Result]) -> _Result:
-    """Run a call that frees something: on the worker, or here once the interpreter has ended the worker."""
-    if _executor is None:
-        return call()
-    try:
-        future = _executor.submit(call)
-    except RuntimeError:
-        return call()
-    return future.result()
+def free_later(call: Callable[[], object]) -> None:
+    """Have something freed before the next call runs; nothing waits for it.
+
+    For finalisers: they run wherever the collector strikes, also inside of `run` and on the worker itself.
+    """
+    _to_free.append(call)
 
 
 def _forget() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import signal
 import sys
+from typing import NoReturn
 
 import click
 
@@ -64,12 +67,26 @@ def cli(debug: bool) -> None:
     )
 
 
+def _open_closed_streams() -> None:
+    """A standard stream that the caller closed is empty, or takes everything and shows nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _terminate(_signal: int, _frame: object) -> NoReturn:
+    """End as after Ctrl-C, so that terminals and partial files are left in order."""
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> None:
     """Run the command line and exit: 0 for success, 2 for bad usage, 1 for any other failure.
 
     An interrupted run exits with 130, as shells expect of a process that SIGINT ended.
     """
     debug = "--debug" in sys.argv[1:]
+    _open_closed_streams()
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Exit as exit_:
@@ -87,6 +104,11 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and error.strerror:
+            where = f": {error.filename}" if error.filename else ""
+            error = PyspecError(f"{error.strerror}{where}")
+            # What could not be written would be tried again when the interpreter ends.
+            sys.stdout = None
         if not isinstance(error, PyspecError):
             error = PyspecError(f"{type(error).__name__}: {error} (--debug shows where)")
         click.echo(f"pyspec: {' '.join(str(error).split())}", err=True)

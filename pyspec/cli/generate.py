@@ -34,8 +34,8 @@ class _StatsCommand(click.Command):
         options_end = args.index("--") if "--" in args else len(args)
         for index in range(options_end):
             if args[index] == "--stats":
-                if index + 1 < options_end and args[index + 1] in _STATS:
-                    args[index : index + 2] = [f"--stats={args[index + 1]}"]
+                if index + 1 < options_end and args[index + 1] == "json":
+                    args[index : index + 2] = ["--stats=json"]
                     options_end -= 1
                 else:
                     args[index] = "--stats=text"
@@ -125,13 +125,13 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         text = prompt
     elif file is not None and str(file) != "-":
         try:
-            text = file.read_text(encoding="utf-8", errors="surrogateescape")
+            text = file.read_bytes().decode("utf-8", "replace")
         except OSError as error:
             raise UsageError(f"cannot read {file}: {error.strerror}") from error
     elif file is None and sys.stdin.isatty():
         raise UsageError("no prompt: give it as an argument, with --file, or on standard input")
     else:
-        text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
+        text = sys.stdin.buffer.read().decode("utf-8", "replace")
     # The newline with which files and echo end is no part of what was said.
     text = text.removesuffix("\n")
     if not text:
@@ -158,7 +158,8 @@ def _stream(pieces: Iterable[Piece], show_drafts: bool) -> Statistics:
         # A terminal that cannot show a character shows a replacement, and the text goes on.
         out.reconfigure(errors="replace")
     terminal = out.isatty()
-    coloured = show_drafts and terminal and not os.environ.get("NO_COLOR")
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    coloured = show_drafts and terminal and not plain
     ends_line, statistics = True, Statistics()
     for piece in pieces:
         if piece.text:

@@ -73,7 +73,9 @@ def list_models(as_json: bool) -> None:
 
     table = Table(box=None, padding=(0, 1, 0, 0))
     for title in header:
-        table.add_column(title, justify="right" if title == "size" else "left")
+        table.add_column(
+            title, justify="right" if title == "size" else "left", no_wrap=title == "name"
+        )
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -122,7 +122,12 @@ def sampling_options(function: _Command) -> _Command:
             number("--top-p", "top_p", float, "Keep the likeliest tokens that reach P together."),
             number("--min-p", "min_p", float, "Keep tokens P times as likely as the likeliest."),
             number("--repeat-penalty", "repeat_penalty", float, "Penalise repeated tokens."),
-            number("--frequency-penalty", "frequency_penalty", float, "Penalty a past occurrence."),
+            number(
+                "--frequency-penalty",
+                "frequency_penalty",
+                float,
+                "Penalty for each past occurrence.",
+            ),
             number("--presence-penalty", "presence_penalty", float, "Penalty of having occurred."),
             number("--repeat-last-n", "repeat_last_n", int, "Tokens that penalties look back on."),
             click.option("--seed", type=int, help="The same seed writes the same text."),

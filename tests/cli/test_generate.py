@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -333,8 +334,11 @@ def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["--seed", "-5"], "seed must be from 0"),
         (["--gamma", "-1"], "gamma must be from 0 to 31"),
         (["--gamma", "32"], "gamma must be from 0 to 31"),
-        (["--ctx", "0"], "n_ctx must be 1 or more"),
-        (["--threads", "0"], "threads must be 1 or more"),
+        (["--ctx", "0"], "the context must be from 1 to"),
+        (["--threads", "0"], "threads must be from 1 to 512"),
+        (["--threads", "100000"], "threads must be from 1 to 512"),
+        (["--draft-threads", "0"], "the draft's threads must be from 1 to 512"),
+        (["--top-k", "2147483648"], "top-k must be 0 (off) or more, below 2**31"),
         (["--stop", ""], "stop string must not be empty"),
         (["--no-draft"], "--draft and --no-draft exclude each other"),
         (["--raw", "--system", "x"], "--system needs the chat template"),
@@ -401,6 +405,82 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         assert b"Traceback" in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for", "does not work: TemplateSyntaxError"),
+        ("{% break %}", "does not work: SyntaxError"),
+        ("{{ 1 // 0 }}", "does not work: ZeroDivisionError"),
+        ("{{ messages[5].content }}", "does not work: UndefinedError"),
+        ("{{ ''.__class__.__mro__ }}", "does not work: SecurityError"),
+    ],
+)
+def test_a_chat_template_that_does_not_work(
+    template: str, message: str, tmp_path: Path, fails: Fails
+) -> None:
+    vocabulary = replace(all_bytes(), chat_template=template)
+    target = write_llama(tmp_path / "t.gguf", vocabulary)
+    fails(1, message, "--raw", arguments=["-m", target, "hi"])
+
+
+def test_a_chat_template_that_refuses(tmp_path: Path, fails: Fails) -> None:
+    vocabulary = replace(all_bytes(), chat_template="{{ raise_exception('no system role') }}")
+    target = write_llama(tmp_path / "t.gguf", vocabulary)
+    fails(2, "refuses the messages: no system role", arguments=["-m", target, "hi"])
+
+
+# ---- streams that are closed, full or odd ---------------------------------------------------------------
+
+
+def in_shell(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["bash", "-c", f'"$@" {command}', "bash", *PYSPEC, "generate", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_closed_streams(pair: list[str]) -> None:
+    options = [*pair, "--temp", "0"]
+    text = in_shell("", *options, "hello").stdout
+    run = in_shell("<&-", *options)
+    assert (run.returncode, run.stdout) == (2, b"")
+    assert b"the prompt is empty" in run.stderr
+    assert in_shell("2>&-", *options, "hello").stdout == text
+    run = in_shell(">&-", *options, "hello")
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_output_that_is_full(pair: list[str]) -> None:
+    run = in_shell(">/dev/full", *pair, "hello")
+    assert (run.returncode, run.stderr) == (1, b"pyspec: No space left on device\n")
+
+
+def test_prompts_that_are_not_utf_8(pair: list[str], tmp_path: Path) -> None:
+    data = b"caf\xe9 \xf7\x88\x93\x82\x00 \r\n end"
+    file = tmp_path / "prompt"
+    file.write_bytes(data)
+    options = ["generate", *pair, "--temp", "0"]
+    runs = [pyspec(*options, stdin=data), pyspec(*options, "--file", file)]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert runs[0].stdout == runs[1].stdout
+
+
+def test_sigterm_ends_as_ctrl_c_does(pair: list[str]) -> None:
+    process = subprocess.Popen(
+        [*PYSPEC, "generate", *pair, "-n", "3000", "hi"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    os.read(process.stdout.fileno(), 1)
+    process.terminate()
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (143, b"")
+
+
 # ---- help ---------------------------------------------------------------------------------------------
 
 
@@ -409,6 +489,8 @@ def test_version_names_pyspec_llama_cpp_and_the_cpu() -> None:
     assert re.match(r"pyspec \d+\.\d+\.\d+\n", text)
     assert "llama-cpp-python 0.3.36" in text
     assert "CPU features: " in text
+    assert re.search(r"^kernels: (c|avx2|avx512|none \(.+\))$", text, re.MULTILINE)
+    assert re.search(r"^bit-exact: (yes|no \(.+\))$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["generate", "-h"], ["models", "-h"]])
