@@ -15,7 +15,7 @@ enum {
     ALIGNMENT = 128, /* two cache lines, which some prefetchers fetch together */
 };
 /* Memory that waiting results may take; past it units are shared, even if few. */
-#define MOST_WAITING ((int64_t)64 << 20)
+#define MOST_WAITING ((int64_t)64 << 20) /* bytes */
 
 static int64_t smaller(int64_t a, int64_t b)
 {
@@ -214,7 +214,8 @@ static uint8_t find_seen(const cspec_attention *a, const division *d, const atte
         bool any = false;
         for (int64_t row = 0; row < unit->n_tokens * n_heads && n > 0 && !any; row++) {
             const int64_t head = unit->kv_head * d->group + row % n_heads;
-            any = sees_any(attention_mask_of(a, unit->first_token + row / n_heads, head, unit->sequence) + first, n);
+            const int64_t token = unit->first_token + row / n_heads;
+            any = sees_any(attention_mask_of(a, token, head, unit->sequence) + first, n);
         }
         seen |= (uint8_t)(any << stripe);
     }

@@ -68,7 +68,7 @@ static inline vec quotient(vec a, vec b) LANE_BY_LANE(a.lane[l] / b.lane[l])
 static inline vec fused(vec a, vec b, vec c) LANE_BY_LANE(fmaf(a.lane[l], b.lane[l], c.lane[l]))
 static inline vec larger(vec a, vec b) LANE_BY_LANE(a.lane[l] > b.lane[l] ? a.lane[l] : b.lane[l])
 static inline vec choose(uint32_t bits, vec a, vec b) LANE_BY_LANE(bits >> l & 1 ? a.lane[l] : b.lane[l])
-static inline vec power_of_two(vec shifted) LANE_BY_LANE(float_of_bits((bits_of_float(shifted.lane[l]) + 127) << 23))
+static inline vec power_of_two(vec a) LANE_BY_LANE(float_of_bits((bits_of_float(a.lane[l]) + 127) << 23))
 
 static inline uint32_t less(vec a, vec b)
 {

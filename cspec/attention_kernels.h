@@ -11,16 +11,17 @@
  * The including file defines: TARGET (attributes of a function), vec, and
  *   load, store, load_half, broadcast, add, sub, mul, quotient, fused (a b + c), larger (a > b ? a : b),
  *   less (a bit for each lane), choose (bits, a, b: a where the bit is set), power_of_two (see exp_negative),
- *   store_transposed (LANES vectors as columns), fetch (an address, into the cache, without telling the compiler of
- *   a read: GCC would then keep sums in memory around it);
+ *   store_transposed (LANES vectors as columns), fetch (an address, into the second-level cache, without telling
+ *   the compiler of a read: GCC would then keep sums in memory around it);
  *   DOT_ROWS x DOT_VECS, SUM_ROWS x SUM_VECS: the largest tiles of results that fit into its registers. */
 #include <math.h>
 #include <string.h>
 
 #include "attention.h"
 
-enum { LANES = ATTENTION_LANES, BLOCK = ATTENTION_BLOCK, SEGMENT = ATTENTION_SEGMENT, STRIPES = ATTENTION_STRIPES };
-enum { Q_STRIDE = ATTENTION_Q_STRIDE, ALL = 0xffff, LINE = 64 };
+enum { LANES = ATTENTION_LANES, BLOCK = ATTENTION_BLOCK, SEGMENT = ATTENTION_SEGMENT };
+enum { STRIPES = ATTENTION_STRIPES, Q_STRIDE = ATTENTION_Q_STRIDE };
+enum { ALL = 0xffff, LINE = 64 /* bytes of a cache line */ };
 enum { MAXIMUM, SUM, VALUES }; /* of sums and totals */
 
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -165,11 +166,11 @@ TARGET static void transpose_keys(const cspec_attention *a, const char *k, int64
     }
 }
 
-/* Scores of n_rows x n_vecs LANES cells. n_rows and n_vecs are constants where this is inlined. */
+/* Scores of n_rows x n_vecs LANES cells; next: the block of keys that is read next. n_rows and n_vecs are constants where this is inlined. */
 INLINE void dot_tile(const int n_rows, const int n_vecs, const float *q, const float *keys, int64_t k_size,
                      const char *next, int64_t next_stride, float *scores)
 {
-    vec sum[n_rows > 0 ? DOT_ROWS : 1][DOT_VECS];
+    vec sum[DOT_ROWS][DOT_VECS];
 #pragma GCC unroll 16
     for (int row = 0; row < n_rows; row++) {
 #pragma GCC unroll 4
@@ -223,8 +224,8 @@ INLINE void dot_tile(const int n_rows, const int n_vecs, const float *q, const f
         CALL((n <= most ? n : 0));                                                                    \
         break;
 
-TARGET static void dot(int64_t n_rows, const float *q, const float *keys, int64_t k_size, const char *next, int64_t next_stride,
-                       float *scores)
+TARGET static void dot(int64_t n_rows, const float *q, const float *keys, int64_t k_size, const char *next,
+                       int64_t next_stride, float *scores)
 {
     for (int64_t i = 0; i < BLOCK; i += DOT_VECS * LANES) {
 #define DOT(n) dot_tile(n, DOT_VECS, q, keys + i, k_size, next, next_stride, scores + i)
@@ -307,7 +308,9 @@ TARGET static void softmax(const cspec_attention *a, const uint16_t *mask, float
     }
     float lane[LANES];
     store(lane, maxima);
+#pragma GCC unroll 4
     for (int half = LANES / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
         for (int l = 0; l < half; l++) {
             lane[l] = larger_of(lane[l], lane[l + half]);
         }
@@ -324,7 +327,9 @@ TARGET static void softmax(const cspec_attention *a, const uint16_t *mask, float
     }
     sums[MAXIMUM] = lane[0];
     store(lane, sum);
+#pragma GCC unroll 4
     for (int half = LANES / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
         for (int l = 0; l < half; l++) {
             lane[l] += lane[l + half];
         }

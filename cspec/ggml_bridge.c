@@ -8,7 +8,7 @@
  *   - computes FLASH_ATTN_EXT itself (attention.c);
  *   - sets use_ref on MUL_MAT_ID, and on attention that attention.c does not cover, which makes ggml take one
  *     row at a time.
- * Operations wider than exact_width tokens are left as they are: prompts are evaluated at full speed.
+ * Other operations wider than exact_width tokens are left as they are: prompts are evaluated at full speed.
  *
  * Nothing of llama.cpp is linked. Its functions are found in the libraries that are already loaded, and
  * every structure is compared with objects from public functions before it is relied upon.
@@ -411,7 +411,7 @@ static bool traits_work_size(void *this_, int n_threads, const tensor *op, size_
     if (op->op != CSPEC_GGML_OP_FLASH_ATTN_EXT || !describe_attention(op, &a)) {
         return false; /* ggml's own size is what mul_mat checks for */
     }
-    /* Should the exact width change before the operation is computed, ggml computes it in the same memory: it
+    /* Should the kernels be turned off before the operation is computed, ggml computes it in the same memory: it
      * works on tiles of 64 rows and 64 cells. */
     const size_t tile = 64, heads = (size_t)(a.k_size + a.v_size);
     const size_t of_ggml = sizeof(float) * (size_t)n_threads *
@@ -442,9 +442,11 @@ static bool traits_compute_forward(void *this_, compute_params *params, tensor *
     /* ggml looks at use_ref in these three operations only, and it outlives the operation: set it in each. */
     const int64_t limit = atomic_load_explicit(&exact_width, memory_order_relaxed);
     if (op->op == CSPEC_GGML_OP_FLASH_ATTN_EXT) {
-        params->use_ref = op->src[0]->ne[1] <= limit;
-        count(params->use_ref ? CSPEC_BRIDGE_ATTENTION : CSPEC_BRIDGE_WIDE, params);
-        return params->use_ref && attend(params, op);
+        /* At any width: it is faster than ggml's own. */
+        const bool done = attend(params, op);
+        params->use_ref = !done && op->src[0]->ne[1] <= limit;
+        count(done || params->use_ref ? CSPEC_BRIDGE_ATTENTION : CSPEC_BRIDGE_WIDE, params);
+        return done;
     }
     if (!in_plain_memory(op->src[0])) {
         count(CSPEC_BRIDGE_FOREIGN, params);

@@ -209,16 +209,8 @@ def test_is_softmax_of_q_k_times_v(shape: str, kernels: int) -> None:
 def variants() -> dict[str, Attention]:
     """One operation with each of the options."""
     made = {}
-    for name in (
-        "no mask",
-        "causal",
-        "window",
-        "narrow window",
-        "soft cap",
-        "sinks",
-        "ALiBi",
-        "all",
-    ):
+    options = ["no mask", "causal", "window", "narrow window", "soft cap", "sinks", "ALiBi", "all"]
+    for name in options:
         a = example(heads=6, tokens=9, cells=544)
         a.mask = causal(9, 544, 530)
         made[name] = a
