@@ -121,6 +121,51 @@ _Bool cspec_abort_requested(void *flag);
 /* llama.cpp's progress callback: whether loading a model is to go on. progress: 0 to 1; flag: as above. */
 _Bool cspec_load_wanted(float progress, void *flag);
 
+/* ---- attention (attention.c) ---------------------------------------------------------------------- */
+
+/* Sets of instructions for the kernels. All give the same bits. */
+enum {
+    CSPEC_KERNELS_OFF = 0,
+    CSPEC_KERNELS_C = 1,
+    CSPEC_KERNELS_AVX2 = 2,
+    CSPEC_KERNELS_AVX512 = 3,
+};
+
+/* out = softmax(scale Q K' + slope mask) V, for grouped heads: head h takes K and V of its group's. Strides are in
+ * bytes, between [0] tokens or cells, [1] heads, [2] sequences; a row is contiguous. */
+typedef struct {
+    int32_t kernels;          /* CSPEC_KERNELS_* */
+    int64_t n_tokens, n_heads, n_kv_heads, n_cells, n_sequences;
+    int64_t k_size, v_size;   /* elements of a head: multiples of 16, at most 576 */
+    const char *q;            /* float */
+    const char *k, *v;        /* IEEE half precision, or what the next two convert */
+    void (*k_to_float)(const void *row, float *out, int64_t n); /* null: half precision */
+    void (*v_to_float)(const void *row, float *out, int64_t n);
+    const char *mask;         /* half precision, [n_tokens][n_cells], -inf: not seen; null: all seen */
+    int64_t mask_heads, mask_sequences; /* that the mask distinguishes; the others repeat them */
+    const float *sinks;       /* [n_heads] scores of a cell without value; or null */
+    char *out;                /* float, [v_size] each */
+    int64_t q_stride[3], k_stride[3], v_stride[3], mask_stride[3], out_stride[3];
+    float scale;
+    float max_bias;           /* of ALiBi's slopes; 0: slope 1 */
+    float soft_cap;           /* c: scores are c tanh(score / c); 0: none */
+} cspec_attention;
+
+/* What the CPU has, or PYSPEC_KERNELS says (avx512, avx2, c or off; what the CPU lacks counts as off). */
+int32_t cspec_kernels(void);
+
+/* Whether sizes are as above and the kernels exist. */
+int32_t cspec_attention_covers(const cspec_attention *attention);
+
+/* Bytes of the memory that so many threads, or fewer, share below. */
+size_t cspec_attention_work_size(const cspec_attention *attention, int32_t n_threads);
+
+/* Every thread calls the first, waits for all others, and calls the second. An element of out depends on its own
+ * row of Q and the cells that the row sees, in their order, and on nothing else: not on the bits of other
+ * cells, how many rows there are, or n_threads. */
+void cspec_attention_segments(const cspec_attention *attention, int32_t thread, int32_t n_threads, void *work);
+void cspec_attention_combine(const cspec_attention *attention, int32_t thread, int32_t n_threads, void *work);
+
 /* ---- the bridge into ggml's CPU backend (ggml_bridge.c) -------------------------------------------- */
 
 /* The bridge's checks, in order. */
@@ -157,6 +202,10 @@ int32_t cspec_bridge_attach(const char *library, int32_t fail_at, char *reason, 
 
 /* Turns an attached bridge off and on, between passes (for comparisons). On at first. */
 void cspec_bridge_enable(int32_t on);
+
+/* Chooses the kernels of attention, between passes; CSPEC_KERNELS_OFF: ggml's own, one row at a time. At first
+ * cspec_kernels(). */
+void cspec_bridge_kernels(int32_t kernels);
 
 /* The widest operation, in tokens, that is made independent of the width. */
 void cspec_bridge_exact_width(int64_t n_tokens);

@@ -5,7 +5,9 @@
  * choose their order of summation by the number of tokens (docs/exactness.md); for those the entry
  *   - computes MUL_MAT itself: with the kernels of matmul/ where the weights were loaded in their layout
  *     (ggml_weights.c), else every element as one vec_dot of one row with one column;
- *   - sets use_ref on FLASH_ATTN_EXT and MUL_MAT_ID, which makes ggml take one row at a time.
+ *   - computes FLASH_ATTN_EXT itself (attention.c);
+ *   - sets use_ref on MUL_MAT_ID, and on attention that attention.c does not cover, which makes ggml take one
+ *     row at a time.
  * Operations wider than exact_width tokens are left as they are: prompts are evaluated at full speed.
  *
  * Nothing of llama.cpp is linked. Its functions are found in the libraries that are already loaded, and
@@ -102,6 +104,7 @@ struct threadpool_params {
     X(int32_t, ggml_threadpool_chunk_add, (void *, int32_t))                                          \
     X(void, ggml_barrier, (void *))                                                                   \
     X(const struct cspec_ggml_type_traits_cpu *, ggml_get_type_traits_cpu, (int32_t))                 \
+    X(const struct cspec_ggml_type_traits *, ggml_get_type_traits, (int32_t))                         \
     X(buft_vector *, _Z39ggml_backend_cpu_get_extra_buffer_typesv, (void))                            \
     X(void *, _Znwm, (size_t)) /* operator new, whose memory the vector holds */
 
@@ -168,6 +171,7 @@ static const void *code(void (*function)(void))
 enum { ABSENT, PROBING, ACTIVE };
 static atomic_int mode = ABSENT;
 static atomic_bool enabled = true;
+static atomic_int kernels; /* CSPEC_KERNELS_* of attention */
 static atomic_int_fast64_t exact_width = INT64_MAX;
 static atomic_uint_fast64_t counts[CSPEC_BRIDGE_COUNTS];
 
@@ -276,6 +280,87 @@ static bool mul_mat(const compute_params *params, tensor *dst)
     return true;
 }
 
+/* ---- FLASH_ATTN_EXT ------------------------------------------------------------------------------ */
+
+static void copy_floats(const void *from, float *to, int64_t n)
+{
+    memcpy(to, from, (size_t)n * sizeof *to);
+}
+
+/* What converts rows of a type; false if nothing does. */
+static bool find_to_float(int32_t type, void (**to_float)(const void *, float *, int64_t))
+{
+    if (type == CSPEC_GGML_F16) {
+        *to_float = NULL; /* the kernels do it */
+        return true;
+    }
+    *to_float = type == CSPEC_GGML_F32 ? copy_floats : ggml.ggml_get_type_traits(type)->to_float;
+    return *to_float != NULL;
+}
+
+static void take_strides(int64_t *strides, const tensor *t, int32_t rows, int32_t heads)
+{
+    strides[0] = (int64_t)t->nb[rows];
+    strides[1] = (int64_t)t->nb[heads];
+    strides[2] = (int64_t)t->nb[3];
+}
+
+/* Whether the kernels know the operation, in terms that do not depend on the number of tokens. Q, K and V are
+ * [sequences][heads][tokens or cells][head size], the result [sequences][tokens][heads][head size]. */
+static bool describe_attention(const tensor *op, cspec_attention *a)
+{
+    const tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3], *sinks = op->src[4];
+    *a = (cspec_attention){
+        .kernels = atomic_load_explicit(&kernels, memory_order_relaxed),
+        .n_tokens = q->ne[1],
+        .n_heads = q->ne[2],
+        .n_kv_heads = k->ne[2],
+        .n_cells = k->ne[1],
+        .n_sequences = q->ne[3],
+        .k_size = k->ne[0],
+        .v_size = v->ne[0],
+        .q = q->data,
+        .k = k->data,
+        .v = v->data,
+        .mask = mask != NULL ? mask->data : NULL,
+        .mask_heads = mask != NULL ? mask->ne[2] : 1,
+        .mask_sequences = mask != NULL ? mask->ne[3] : 1,
+        .sinks = sinks != NULL ? sinks->data : NULL,
+        .out = op->data,
+    };
+    take_strides(a->q_stride, q, 1, 2);
+    take_strides(a->k_stride, k, 1, 2);
+    take_strides(a->v_stride, v, 1, 2);
+    take_strides(a->out_stride, op, 2, 1);
+    if (mask != NULL) {
+        take_strides(a->mask_stride, mask, 1, 2);
+    }
+    memcpy(&a->scale, &op->op_params[0], sizeof a->scale);
+    memcpy(&a->max_bias, &op->op_params[1], sizeof a->max_bias);
+    memcpy(&a->soft_cap, &op->op_params[2], sizeof a->soft_cap);
+    return q->type == CSPEC_GGML_F32 && op->type == CSPEC_GGML_F32 && q->nb[0] == sizeof(float) &&
+           op->nb[0] == sizeof(float) && k->nb[0] == ggml.ggml_type_size(k->type) &&
+           v->nb[0] == ggml.ggml_type_size(v->type) && q->ne[0] == k->ne[0] && v->ne[1] == k->ne[1] &&
+           v->ne[2] == k->ne[2] && k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3] &&
+           (mask == NULL || (mask->type == CSPEC_GGML_F16 && mask->nb[0] == sizeof(uint16_t) &&
+                             mask->ne[0] >= k->ne[1] && mask->ne[1] >= q->ne[1])) &&
+           (sinks == NULL || sinks->type == CSPEC_GGML_F32) && find_to_float(k->type, &a->k_to_float) &&
+           find_to_float(v->type, &a->v_to_float) && cspec_attention_covers(a);
+}
+
+/* Returns false for what the kernels do not know, the same in every thread. */
+static bool attend(const compute_params *params, const tensor *op)
+{
+    cspec_attention a;
+    if (!describe_attention(op, &a) || params->wsize < cspec_attention_work_size(&a, params->nth)) {
+        return false;
+    }
+    cspec_attention_segments(&a, params->ith, params->nth, params->wdata);
+    ggml.ggml_barrier(params->threadpool);
+    cspec_attention_combine(&a, params->ith, params->nth, params->wdata);
+    return true;
+}
+
 /* ---- the hook ------------------------------------------------------------------------------------ */
 
 static bool is_ours(int32_t op)
@@ -320,8 +405,20 @@ static bool traits_work_size(void *this_, int n_threads, const tensor *op, size_
     }
     if (atomic_load_explicit(&mode, memory_order_relaxed) == PROBING) {
         atomic_fetch_add(op == probe.op && n_threads == probe.plan.n_threads ? &probe.sized : &probe.wrong, 1);
+        return false;
     }
-    return false; /* ggml's own size is what mul_mat checks for */
+    cspec_attention a;
+    if (op->op != CSPEC_GGML_OP_FLASH_ATTN_EXT || !describe_attention(op, &a)) {
+        return false; /* ggml's own size is what mul_mat checks for */
+    }
+    /* Should the exact width change before the operation is computed, ggml computes it in the same memory: it
+     * works on tiles of 64 rows and 64 cells. */
+    const size_t tile = 64, heads = (size_t)(a.k_size + a.v_size);
+    const size_t of_ggml = sizeof(float) * (size_t)n_threads *
+                           (2 * tile * (heads + tile) + (size_t)a.n_heads * (2 + (size_t)a.v_size) + 2 * heads);
+    const size_t ours = cspec_attention_work_size(&a, n_threads);
+    *size = ours > of_ggml ? ours : of_ggml;
+    return true;
 }
 
 static bool traits_compute_forward(void *this_, compute_params *params, tensor *op)
@@ -347,7 +444,7 @@ static bool traits_compute_forward(void *this_, compute_params *params, tensor *
     if (op->op == CSPEC_GGML_OP_FLASH_ATTN_EXT) {
         params->use_ref = op->src[0]->ne[1] <= limit;
         count(params->use_ref ? CSPEC_BRIDGE_ATTENTION : CSPEC_BRIDGE_WIDE, params);
-        return false;
+        return params->use_ref && attend(params, op);
     }
     if (!in_plain_memory(op->src[0])) {
         count(CSPEC_BRIDGE_FOREIGN, params);
@@ -534,7 +631,12 @@ static const char *check_tensors(void)
     const tensor *attention = ggml.ggml_flash_attn_ext(context, (tensor *)b, (tensor *)a, (tensor *)a,
                                                        (tensor *)mask, 0.5f, 0.25f, 0.125f);
     const float params[3] = {0.5f, 0.25f, 0.125f};
+    const struct cspec_ggml_type_traits *traits = ggml.ggml_get_type_traits(CSPEC_GGML_Q8_0);
     const bool good =
+        readable(traits, sizeof *traits) && traits->type_name == ggml.ggml_type_name(CSPEC_GGML_Q8_0) &&
+        traits->blck_size == ggml.ggml_blck_size(CSPEC_GGML_Q8_0) &&
+        traits->type_size == ggml.ggml_type_size(CSPEC_GGML_Q8_0) && traits->is_quantized &&
+        same_library(CODE(traits->to_float), CODE(ggml.ggml_get_type_traits)) &&
         a->type == CSPEC_GGML_F16 && a->buffer == NULL && a->ne[0] == 32 && a->ne[1] == 5 && a->ne[2] == 3 &&
         a->ne[3] == 2 && a->nb[0] == 2 && a->nb[1] == 64 && a->nb[2] == 320 && a->nb[3] == 960 &&
         a->data == ggml.ggml_get_data(a) && a->name == ggml.ggml_get_name(a) && a->view_src == NULL &&
@@ -913,6 +1015,7 @@ static const char *attach(const char *library, int32_t fail_at)
         return "no memory for the bridge's checks";
     }
     prepare(m);
+    atomic_store(&kernels, cspec_kernels());
     insert();
     atomic_store(&mode, PROBING);
     problem = fault(fail_at, CSPEC_CHECK_CALLS, check_calls(m));
@@ -1003,6 +1106,11 @@ void cspec_bridge_enable(int32_t on)
     atomic_store(&enabled, on != 0);
 }
 
+void cspec_bridge_kernels(int32_t which)
+{
+    atomic_store(&kernels, which);
+}
+
 void cspec_bridge_exact_width(int64_t n_tokens)
 {
     atomic_store(&exact_width, n_tokens);
@@ -1032,6 +1140,11 @@ int32_t cspec_bridge_attach(const char *library, int32_t fail_at, char *reason, 
 void cspec_bridge_enable(int32_t on)
 {
     (void)on;
+}
+
+void cspec_bridge_kernels(int32_t which)
+{
+    (void)which;
 }
 
 void cspec_bridge_exact_width(int64_t n_tokens)

@@ -68,6 +68,16 @@ struct cspec_ggml_type_traits_cpu {
     int64_t nrows; /* how many rows and columns vec_dot can take at a time */
 };
 
+struct cspec_ggml_type_traits {
+    const char *type_name;
+    int64_t blck_size;
+    int64_t blck_size_interleave;
+    size_t type_size;
+    bool is_quantized;
+    void (*to_float)(const void *x, float *y, int64_t n); /* null: float already */
+    void (*from_float_ref)(const float *x, void *y, int64_t n);
+};
+
 struct cspec_ggml_buffer_type {
     const char *(*get_name)(struct cspec_ggml_buffer_type *buft);
     struct cspec_ggml_buffer *(*alloc_buffer)(struct cspec_ggml_buffer_type *buft, size_t size);

@@ -10,7 +10,7 @@ Two checks, on tiny models in real llama.cpp:
 
 Right values come from tests/oracle.py: llama.cpp's logits at width 1, and the transforms by numpy in double.
 Seeds are fixed, so that a result changes only with the code or a platform's arithmetic. The default run has
-about 65 such p-values: at a threshold of 1e-4 a right sampler fails on less than one platform in a hundred.
+about 75 such p-values: at a threshold of 1e-4 a right sampler fails on less than one platform in a hundred.
 The same checks must give the wrong samplers of tests/mutants.py less than 1e-8.
 """
 

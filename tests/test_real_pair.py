@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from bench.prompts import load
 from pyspec import Engine, SamplingParams, VocabularyMismatchError
-from pyspec.catalogue import load_catalogue, resolve, tomllib
+from pyspec.catalogue import load_catalogue, resolve
 from pyspec.chat import prompt_ids
 from pyspec.drafters import Drafter
 from pyspec.verify import RandomDrafter
 
 pytestmark = pytest.mark.models
 
-PROMPTS = Path(__file__).parent.parent / "bench" / "prompts.toml"
 GAMMAS = range(1, 13)
 
 
 def prompts() -> list[str]:
-    """The benchmarks' prompts, a class after the other."""
-    classes = tomllib.loads(PROMPTS.read_text())
-    return [text for texts in zip(*classes.values(), strict=False) for text in texts]
+    """The benchmarks' prompts, one of each kind after the other."""
+    kinds = [list(named.values()) for named in load().values()]
+    return [text for texts in zip(*kinds, strict=False) for text in texts]
 
 
 def harbour_log(n_days: int) -> str:
@@ -122,6 +122,7 @@ def test_two_processes_write_the_same_bytes_with_and_without_a_draft() -> None:
 
 MEMORY = """
 import itertools, sys
+from bench.prompts import load
 from pyspec import Engine, SamplingParams
 
 def anonymous():
