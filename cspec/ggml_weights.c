@@ -6,7 +6,6 @@
 #include "matmul/matmul.h"
 
 #include <dlfcn.h>
-#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -52,11 +51,6 @@ static size_t align(size_t size)
 
 /* ---- loading ------------------------------------------------------------------------------------- */
 
-static int64_t row_count(const tensor *weights)
-{
-    return weights->ne[1];
-}
-
 /* The type whose kernels take these weights, or null. */
 static const struct matmul_type *type_of(const tensor *weights)
 {
@@ -76,54 +70,70 @@ size_t weights_get_alloc_size(buffer_type *buft, const tensor *t)
     if (type == NULL) {
         return size;
     }
-    const size_t packed = (size_t)matmul_panels(row_count(t)) * matmul_panel_size(type, t->ne[0] / type->block);
+    const size_t packed = (size_t)matmul_panels(t->ne[1]) * matmul_panel_size(type, t->ne[0] / type->block);
     return packed > size ? packed : size;
 }
 
-struct packing {
-    const struct matmul_type *type;
-    const tensor *weights;
-    const void *rows;
-    atomic_int_fast64_t next; /* panel */
-};
-
-static void *pack_panels(void *argument)
+/* Whether the bytes are of a file that is mapped for reading only. */
+static bool in_mapped_file(const void *data, size_t size)
 {
-    struct packing *packing = argument;
-    const tensor *weights = packing->weights;
-    const int64_t n_panels = matmul_panels(row_count(weights)), step = 16;
-    for (int64_t first; (first = atomic_fetch_add(&packing->next, step)) < n_panels;) {
-        const int64_t last = first + step < n_panels ? first + step : n_panels;
-        matmul_pack(packing->type, row_count(weights), weights->ne[0], packing->rows, weights->data, first, last);
-    }
-    return NULL;
-}
-
-/* Gives back the pages of a mapped file that have been read: they would be in memory twice. Anything else than a
- * file is left alone. */
-static void give_back(const void *data, size_t size)
-{
-    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    const uintptr_t first = ((uintptr_t)data + page - 1) / page * page, last = ((uintptr_t)data + size) / page * page;
-    FILE *maps = last > first ? fopen("/proc/self/maps", "re") : NULL;
+    FILE *maps = fopen("/proc/self/maps", "re");
+    const uintptr_t first = (uintptr_t)data;
+    bool found = false;
     char line[512];
     while (maps != NULL && fgets(line, sizeof line, maps) != NULL) {
         unsigned long begin, end, inode;
         char access[8];
         if (sscanf(line, "%lx-%lx %7s %*x %*s %lu", &begin, &end, access, &inode) == 4 && begin <= first &&
-            last <= end) {
-            if (inode != 0 && access[1] == '-') {
-                madvise((void *)first, last - first, MADV_DONTNEED);
-            }
+            first < end) {
+            found = inode != 0 && access[1] == '-' && first + size <= end;
             break;
         }
     }
     if (maps != NULL) {
         fclose(maps);
     }
+    return found;
 }
 
-/* ggml's own type of this kind likewise takes nothing but whole tensors. */
+/* Gives back the pages of a mapped file: they would be in memory twice. Reading them again finds them again. */
+static void give_back(const void *data, size_t size)
+{
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t first = ((uintptr_t)data + page - 1) / page * page, last = ((uintptr_t)data + size) / page * page;
+    if (last > first) {
+        madvise((void *)first, last - first, MADV_DONTNEED);
+    }
+}
+
+struct packing {
+    const struct matmul_type *type;
+    const tensor *weights;
+    const uint8_t *rows;
+    bool mapped;
+    atomic_int_fast64_t next; /* panel */
+};
+
+enum { PACKING_STEP = 1 << 20 /* bytes */ };
+
+static void *pack_panels(void *argument)
+{
+    struct packing *packing = argument;
+    const tensor *weights = packing->weights;
+    const int64_t n_rows = weights->ne[1], n_panels = matmul_panels(n_rows);
+    const size_t panel_bytes = weights->nb[1] * MATMUL_ROWS;
+    const int64_t step = 1 + (int64_t)(PACKING_STEP / panel_bytes);
+    for (int64_t first; (first = atomic_fetch_add(&packing->next, step)) < n_panels;) {
+        const int64_t last = first + step < n_panels ? first + step : n_panels;
+        matmul_pack(packing->type, n_rows, weights->ne[0], packing->rows, weights->data, first, last);
+        if (packing->mapped) {
+            give_back(packing->rows + (size_t)first * panel_bytes, (size_t)(last - first) * panel_bytes);
+        }
+    }
+    return NULL;
+}
+
+/* ggml's own types of this kind take nothing but whole tensors either. */
 static void set_tensor(buffer *b, tensor *t, const void *data, size_t offset, size_t size)
 {
     (void)b;
@@ -132,13 +142,13 @@ static void set_tensor(buffer *b, tensor *t, const void *data, size_t offset, si
         fprintf(stderr, "pyspec: part of a tensor written into packed weights\n");
         abort();
     }
-    struct packing packing = {.type = type, .weights = t, .rows = data};
-    enum { MOST_THREADS = 64, LEAST_BYTES = 1 << 20 };
+    struct packing packing = {.type = type, .weights = t, .rows = data, .mapped = in_mapped_file(data, size)};
+    enum { MOST_THREADS = 64 };
     pthread_t threads[MOST_THREADS];
     cpu_set_t cpus;
     int32_t n = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1, started = 0;
     n = n < MOST_THREADS ? n : MOST_THREADS;
-    n = (size_t)n < size / LEAST_BYTES ? n : (int32_t)(size / LEAST_BYTES);
+    n = (size_t)n < size / PACKING_STEP ? n : (int32_t)(size / PACKING_STEP);
     /* A thread that cannot be had is done without. */
     while (started < n - 1 && pthread_create(&threads[started], NULL, pack_panels, &packing) == 0) {
         started++;
@@ -147,7 +157,9 @@ static void set_tensor(buffer *b, tensor *t, const void *data, size_t offset, si
     for (int32_t i = 0; i < started; i++) {
         pthread_join(threads[i], NULL);
     }
-    give_back(data, size);
+    if (packing.mapped) {
+        give_back(data, size);
+    }
 }
 
 static int32_t init_tensor(buffer *b, tensor *t)
@@ -211,7 +223,7 @@ static size_t activations_size(const tensor *op)
  * the others, twice where the product is small. */
 static bool is_private(const tensor *op)
 {
-    return token_count(op) * op->src[0]->ne[0] <= 1 << 14 && row_count(op->src[0]) * op->src[0]->ne[0] <= 1 << 20;
+    return token_count(op) * op->src[0]->ne[0] <= 1 << 14 && op->src[0]->ne[1] * op->src[0]->ne[0] <= 1 << 20;
 }
 
 size_t weights_work_size(int32_t n_threads, const tensor *op)
@@ -223,7 +235,7 @@ void weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
 {
     const tensor *weights = op->src[0], *x = op->src[1];
     const struct matmul_type *type = type_of(weights);
-    const int64_t n_tokens = token_count(op), n_panels = matmul_panels(row_count(weights));
+    const int64_t n_tokens = token_count(op), n_panels = matmul_panels(weights->ne[1]);
     const int64_t n_blocks = weights->ne[0] / type->block;
     const bool private = is_private(op);
     uint8_t *scratch = (uint8_t *)align((uintptr_t)params->wdata);
@@ -235,7 +247,7 @@ void weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
     const struct matmul_product product = {
         .type = type,
         .level = atomic_load_explicit(&level, memory_order_relaxed),
-        .n_rows = row_count(weights),
+        .n_rows = weights->ne[1],
         .n_k = weights->ne[0],
         .n_tokens = n_tokens,
         .panels = weights->data,

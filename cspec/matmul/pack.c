@@ -32,6 +32,16 @@ static uint32_t spread(uint32_t bits, int32_t i)
     return ((bits >> 4 * i & 15) * 0x00204081u) & 0x01010101u;
 }
 
+/* 32 k: n_bits bits of each of 32 bytes, from bit `from` on, become those from bit `to` on. */
+static void take_bits(const uint8_t *bytes, int32_t from, int32_t n_bits, int32_t to, uint32_t *quants)
+{
+    const uint32_t mask = ((1u << n_bits) - 1) * 0x01010101u;
+    for (int32_t i = 0; i < 8; i++) {
+        const uint32_t bits = (word(bytes + 4 * i) >> from & mask) << to;
+        quants[i] = to == 0 ? bits : quants[i] | bits;
+    }
+}
+
 /* 32 k: the first 16 in the low nibbles of 16 bytes. */
 static void nibbles(const uint8_t *bytes, uint32_t *quants)
 {
@@ -93,8 +103,8 @@ static void take_apart(int32_t ggml_type, const uint8_t *bytes, struct block *bl
             block->scale[j] = bytes[j] & 15;
             block->sub_min[j] = bytes[j] >> 4;
         }
-        for (int32_t i = 0; i < 64; i++) {
-            block->quants[i] = word(bytes + 16 + i / 32 * 32 + i % 8 * 4) >> i / 8 % 4 * 2 & 0x03030303u;
+        for (int32_t j = 0; j < 8; j++) {
+            take_bits(bytes + 16 + j / 4 * 32, j % 4 * 2, 2, 0, block->quants + 8 * j);
         }
         break;
     case 11: /* Q3_K: 32 bytes with 8 high bits, twice 32 bytes with 128 k of 2 bits, 12 bytes scales, F16 d */
@@ -103,9 +113,9 @@ static void take_apart(int32_t ggml_type, const uint8_t *bytes, struct block *bl
             const int32_t low = bytes[96 + j % 8] >> j / 8 * 4 & 15, high = bytes[104 + j % 4] >> j / 4 * 2 & 3;
             block->scale[j] = (uint8_t)(low | high << 4);
         }
-        for (int32_t i = 0; i < 64; i++) {
-            block->quants[i] = (word(bytes + 32 + i / 32 * 32 + i % 8 * 4) >> i / 8 % 4 * 2 & 0x03030303u) |
-                               (word(bytes + i % 8 * 4) >> i / 8 & 0x01010101u) << 2;
+        for (int32_t j = 0; j < 8; j++) {
+            take_bits(bytes + 32 + j / 4 * 32, j % 4 * 2, 2, 0, block->quants + 8 * j);
+            take_bits(bytes, j, 1, 2, block->quants + 8 * j);
         }
         break;
     case 12: /* Q4_K: F16 d, F16 dmin, 12 bytes scales and mins, 4 times 32 bytes with 2 sub-blocks of nibbles */
@@ -113,21 +123,20 @@ static void take_apart(int32_t ggml_type, const uint8_t *bytes, struct block *bl
         block->d = half(bytes);
         block->min = half(bytes + 2);
         scales_and_mins(bytes + 4, block);
-        for (int32_t i = 0; i < 64; i++) {
-            const uint8_t *low = bytes + (ggml_type == 12 ? 16 : 48) + i / 16 * 32 + i % 8 * 4;
-            block->quants[i] = word(low) >> i / 8 % 2 * 4 & 0x0f0f0f0fu;
-        }
-        for (int32_t i = 0; ggml_type == 13 && i < 64; i++) {
-            block->quants[i] |= (word(bytes + 16 + i % 8 * 4) >> i / 8 & 0x01010101u) << 4;
+        for (int32_t j = 0; j < 8; j++) {
+            const uint8_t *low = bytes + (ggml_type == 12 ? 16 : 48) + j / 2 * 32;
+            take_bits(low, 4 * (j % 2), 4, 0, block->quants + 8 * j);
+            if (ggml_type == 13) {
+                take_bits(bytes + 16, j, 1, 4, block->quants + 8 * j);
+            }
         }
         break;
     case 14: /* Q6_K: twice 64 bytes nibbles, twice 32 bytes of 4 high pairs of bits, 16 int8 scales, F16 d */
         block->d = half(bytes + 208);
         memcpy(block->scale, bytes + 192, 16);
-        for (int32_t i = 0; i < 64; i++) {
-            const uint8_t *low = bytes + i / 32 * 64 + i % 16 * 4, *high = bytes + 128 + i / 32 * 32 + i % 8 * 4;
-            block->quants[i] = (word(low) >> i / 16 % 2 * 4 & 0x0f0f0f0fu) |
-                               (word(high) >> i / 8 % 4 * 2 & 0x03030303u) << 4;
+        for (int32_t j = 0; j < 8; j++) {
+            take_bits(bytes + j / 4 * 64 + j % 2 * 32, j / 2 % 2 * 4, 4, 0, block->quants + 8 * j);
+            take_bits(bytes + 128 + j / 4 * 32, j % 4 * 2, 2, 4, block->quants + 8 * j);
         }
         break;
     case 23: /* IQ4_XS: F16 d, 16 bits and then 4 bytes of scales, 8 times 16 bytes nibbles */
