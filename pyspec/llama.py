@@ -11,7 +11,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class Model:
 
         # The pointer is kept where it is made, so that an interrupt cannot lose it.
         def load() -> None:
-            with nullcontext(True) if use_extra_bufts else bridge.packed_weights() as extra:
+            with self._weights_layout() as extra:
                 params.use_extra_bufts = extra
                 weights.pointer = llama_cpp.llama_model_load_from_file(
                     os.fsencode(self.path), params
@@ -173,6 +173,19 @@ class Model:
                 f"{self.path}: its SentencePiece vocabulary has no tokens for bytes, without which "
                 "llama.cpp cannot read every text"
             )
+
+    def _weights_layout(self) -> AbstractContextManager[bool]:
+        """Within it a load packs weights for the kernels; yields whether extra buffer types are needed.
+
+        Packed weights are memory of this process. A file larger than what is free stays mapped instead.
+        """
+        size, free = self.path.stat().st_size, psutil.virtual_memory().available
+        if self.use_extra_bufts:
+            return nullcontext(True)
+        if size > free:
+            log.warning("%s is larger than free memory: read from disk, without kernels", self.name)
+            return nullcontext(False)
+        return bridge.packed_weights()
 
     @property
     def handle(self) -> Any:

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from pyspec.engine import MAX_WIDTH, Engine
@@ -701,6 +703,17 @@ def test_models_can_be_shared_and_outlive_an_engine(tiny_target: Path, tiny_draf
 def test_sizes_must_be_positive(tiny_target: Path, argument: str) -> None:
     with pytest.raises(UsageError, match=r"must be from 1 to \d+, not 0"):
         Engine(tiny_target, **{argument: 0})  # type: ignore[arg-type]
+
+
+def test_a_model_larger_than_free_memory_stays_mapped(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=tiny_target.stat().st_size - 1)
+    )
+    with Engine(tiny_target, n_ctx=64, threads=1) as engine:
+        assert "larger than free memory" in caplog.text
+        assert finish(engine.generate(PROMPT, GREEDY))[2].bit_exact
 
 
 def test_a_context_larger_than_memory_is_refused(tiny_target: Path) -> None:
