@@ -7,16 +7,17 @@ from importlib import metadata
 
 
 def version_text() -> str:
-    """Versions of pyspec and llama.cpp, the CPU features in use, and whether the bridge is attached."""
+    """Versions of pyspec and llama.cpp, CPU features, the kernels in use, and whether the bridge is attached."""
     from pyspec import bridge, llama
 
-    status = bridge.attach()
+    status, kernels = bridge.attach(), bridge.attach_kernels()
     features = re.findall(r"(\w+) = 1\b", llama.system_info())
     return "\n".join(
         (
             f"pyspec {metadata.version('pyspec')}",
             f"llama.cpp {llama.llama_cpp_version()} in llama-cpp-python {llama.version()}",
             f"CPU features: {', '.join(features)}",
+            f"kernels: {kernels.instructions or f'none ({kernels.reason})'}",
             "bit-exact at every width: " + ("yes" if status.attached else f"no ({status.reason})"),
         )
     )
