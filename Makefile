@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLAMA_CPP := $(shell sed -n 's/.*"\(llama-cpp-python==[^"]*\)".*/\1/p' pyproject.toml)
-SOURCES := pyproject.toml setup.py $(wildcard cspec/*.py cspec/*.c cspec/*.h)
+SOURCES := pyproject.toml setup.py $(wildcard cspec/*.py cspec/*.[ch] cspec/matmul/*)
 PROMPT := Write a Python function that merges two sorted lists into one.
 
 .PHONY: demo test lint clean

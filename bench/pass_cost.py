@@ -114,15 +114,18 @@ class Engine:
         return self._process.stdout.readline()
 
     def measure(self, position: int, width: int) -> None:
+        """Have it evaluate a pass, and keep the time."""
         assert self._process.stdin
         self._process.stdin.write(f"{position} {width}\n")
         self._process.stdin.flush()
         self.times.setdefault((position, width), []).append(float(self._answer()))
 
     def median(self, position: int, width: int) -> float:
+        """Milliseconds of such a pass."""
         return statistics.median(self.times[position, width])
 
     def close(self) -> None:
+        """End the process."""
         self._process.communicate()
 
 
@@ -134,6 +137,8 @@ class Reader:
         self.rates: list[float] = []
 
     def measure(self) -> None:
+        """Read it all once, and keep the rate."""
+
         def read(part: np.ndarray[Any, Any]) -> None:
             lib.cspec_read(ffi.from_buffer("uint64_t[]", part), len(part))
 

@@ -28,7 +28,11 @@ ffibuilder.set_source(
     '#include "cspec.h"',
     sources=SOURCES,
     include_dirs=["cspec"],
-    depends=[f"cspec/{path.relative_to(HERE).as_posix()}" for path in sorted(HERE.glob("**/*.h"))],
+    depends=[
+        f"cspec/{path.relative_to(HERE).as_posix()}"
+        for pattern in ("*.h", "matmul/*.h", "matmul/*.inc")
+        for path in sorted(HERE.glob(pattern))
+    ],
     libraries=["m"],
     extra_compile_args=FLAGS,
 )

@@ -12,6 +12,10 @@
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define UNROLL _Pragma("GCC unroll 8")
 
+/* Bytes of weights to ask for ahead of their use. With several tokens a core does not run far enough ahead of itself
+ * to keep the memory busy: at width 8 and 16 this takes a tenth off a pass (Zen 4; 1024 and 4096 are worse). */
+enum { AHEAD = 2048 };
+
 typedef __m512i ints;
 typedef __m512 floats;
 
@@ -40,7 +44,7 @@ INLINE floats load_halves(const uint8_t *at)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
 }
 
-/* bits & mask | (other & ~mask), and a & mask | b. */
+/* a & mask | b */
 INLINE ints and_or(ints a, ints mask, ints b)
 {
     return _mm512_ternarylogic_epi32(a, mask, b, 0xea);
@@ -141,6 +145,7 @@ INLINE void dots(enum quants quants, const int n, const uint8_t *at, const uint8
     {
         if (i % per_packed(quants) == 0) {
             packed = load(at + packed_at(quants, i));
+            _mm_prefetch((const char *)at + packed_at(quants, i) + AHEAD, _MM_HINT_T0);
         }
         const ints weights = unpack(quants, packed, high, i);
         UNROLL for (int t = 0; t < n; t++)

@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def version_text() -> str:
-    """Versions of pyspec and llama.cpp, the CPU features in use, and whether the bridge is attached."""
+    """Versions of pyspec and llama.cpp, CPU features, kernels, and whether the bridge is attached."""
     from pyspec import bridge, llama
 
     status, kernels = bridge.attach(), bridge.attach_kernels()
