@@ -329,7 +329,7 @@ def test_the_check_of_short_outputs_rejects_one_stream_for_draft_and_residual(
 @pytest.mark.parametrize(
     ("wrong", "case"),
     [
-        (mutants.TargetAtTemperatureOne, Case("none", 0.6, 2, BLOCK)),
+        (mutants.TargetAtTemperatureOne, Case("none", 0.4, 2, BLOCK)),
         (mutants.GreedyDraft, Case("none", 1.5, 4, BLOCK)),
         (mutants.SameNumbersEveryRound, Case("none", 1.0, 1, BLOCK)),
         (mutants.PenalisesLastOfRound, Case("frequency", 0.6, 4, BLOCK)),

@@ -83,7 +83,7 @@ def test_300_greedy_tokens_are_the_same_at_every_gamma(engine: Engine, index: in
 
 
 def test_greedy_tokens_after_2000_are_the_same_with_a_draft(engine: Engine) -> None:
-    text = harbour_log(85)
+    text = harbour_log(110)
     assert len(engine.target.tokenize(text)) > 2000
     assert greedy(engine, text, 100, gamma=5) == greedy(engine, text, 100, gamma=0)
 

@@ -160,7 +160,7 @@ def test_texts_of_another_rule_differ_and_are_reported(setup: Setup) -> None:
 def test_an_engine_that_does_not_roll_back_is_caught(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keeps_one_too_many(self: Engine, length: int) -> None:
+    def keeps_one_too_many(self: Engine, length: int, *, is_last: bool) -> None:  # noqa: ARG001
         self._context.truncate(min(length + 1, self._context.length))
         if self._drafter is not None:
             self._drafter.roll_back(length)
@@ -356,7 +356,7 @@ def test_progress_counts_to_the_end(setup: Setup) -> None:
     [
         ({"n_ctx": 15}, "need a context of 16 or more, not 15"),
         ({"gamma": 64}, "gamma must be from 0 to"),
-        ({"threads": 0}, "threads must be 1 or more"),
+        ({"threads": 0}, "threads must be from 1 to"),
     ],
 )
 def test_what_cannot_be_checked_is_refused_first(
