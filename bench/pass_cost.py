@@ -1,7 +1,7 @@
 """What a pass over several tokens costs, beside stock llama.cpp in the same run.
 
-`python -m bench.pass_cost [MODEL...]` prints, for each model and position, the median milliseconds of a pass
-over 1 to 16 tokens and its ratio to a pass over one, for pyspec and for stock llama.cpp (at each width the
+`python -m bench.pass_cost [--models MODEL...]` prints, for each model and position, the median
+milliseconds of a pass over 1 to 16 tokens and its ratio to a pass over one, for pyspec and for stock llama.cpp (at each width the
 better of its two settings of use_extra_bufts); the rate at which the weights are read at width 1, beside
 that of a plain loop over memory; the rate of a prompt; and what loading takes in time and memory.
 
@@ -26,16 +26,12 @@ from typing import Any
 import numpy as np
 from pyspec._cspec import ffi, lib
 
-from pyspec.catalogue import models_folder
+from pyspec.catalogue import resolve
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 PROMPT = 512
 LOADS = 3
-MODELS = (
-    "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-    "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-    "SmolLM2-135M-Instruct.Q4_1.gguf",
-)
+MODELS = ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b", "smollm2-135m")
 OURS = "pyspec"
 STOCK = ("stock", "stock, repacked")
 ENGINES = (OURS, *STOCK)
@@ -208,17 +204,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", type=Path, help="GGUF files")
+    parser.add_argument(
+        "--models", nargs="+", default=MODELS, help="files, or names of the catalogue"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--positions", nargs="+", type=int, default=[256])
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve, options.models[0], options.threads, options.positions)
+        serve(options.serve, Path(options.models[0]), options.threads, options.positions)
         return
-    for path in options.models or [models_folder() / name for name in MODELS]:
-        report(path, options.threads, options.positions, options.turns)
+    for name in options.models:
+        report(resolve(name), options.threads, options.positions, options.turns)
 
 
 if __name__ == "__main__":
