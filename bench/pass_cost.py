@@ -1,9 +1,10 @@
 """What a pass over several tokens costs, beside stock llama.cpp in the same run.
 
 `python -m bench.pass_cost [--models MODEL...]` prints, for each model and position, the median
-milliseconds of a pass over 1 to 16 tokens and its ratio to a pass over one, for pyspec and for stock llama.cpp (at each width the
-better of its two settings of use_extra_bufts); the rate at which the weights are read at width 1, beside
-that of a plain loop over memory; the rate of a prompt; and what loading takes in time and memory.
+milliseconds of a pass over 1 to 16 tokens and its ratio to a pass over one, for pyspec and for stock
+llama.cpp (at each width the better of its two settings of use_extra_bufts); the rate at which the weights
+are read at width 1, beside that of a plain loop over memory; the rate of a prompt; and what loading takes
+in time and memory.
 
 Every engine runs in a process of its own, and they take turns, a pass of each width at a time: what else the
 machine does meanwhile meets all of them.
