@@ -50,6 +50,17 @@ print(json.dumps([status.instructions, status.reason, context.logits(0).tolist()
 """
 
 
+# The same with llama.cpp's layout, and with whatever else the bridge does.
+UNPACKED = (
+    """
+from pyspec import bridge
+bridge.attach()
+bridge._kernels = bridge.KernelStatus("", "not wanted")
+"""
+    + EVALUATE
+)
+
+
 def evaluate(path: Path, code: str = EVALUATE, **environment: str) -> tuple[str, str, list[float]]:
     result = subprocess.run(
         [sys.executable, "-c", code, str(path), json.dumps(TOKENS)],
@@ -107,11 +118,11 @@ bridge._kernels = bridge.KernelStatus("", ffi.string(reason).decode())
 """
     _, reason, logits = evaluate(quantised, attach + EVALUATE)
     assert reason == "a check was told to fail"
-    assert logits == evaluate(quantised, PYSPEC_KERNELS="off")[2]
+    assert logits == evaluate(quantised, UNPACKED)[2]
 
 
 def test_weights_that_no_kernel_takes_stay_as_they_are(tiny_target: Path) -> None:
-    assert evaluate(tiny_target)[2] == evaluate(tiny_target, PYSPEC_KERNELS="off")[2]  # F32
+    assert evaluate(tiny_target)[2] == evaluate(tiny_target, UNPACKED)[2]  # F32
 
 
 def test_models_come_and_go(models: Path, vocabulary: Vocabulary) -> None:
