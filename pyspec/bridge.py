@@ -24,8 +24,9 @@ log = logging.getLogger("pyspec.bridge")
 # The llama-cpp-python whose structures the bridge knows.
 LLAMA_CPP_PYTHON = "0.3.36"
 
-# Passes of at most this many tokens are exact by default. Wider ones, which only prompts need, run in
-# llama.cpp's own kernels: they sum in another order and are three times as fast.
+# Passes of at most this many tokens are exact by default, whatever they compute. In wider ones, which only
+# prompts need, products that pyspec's kernels do not take run in llama.cpp's: in another order of summation,
+# and three times as fast as one by one.
 EXACT_WIDTH = 32
 
 

@@ -278,14 +278,13 @@ class Model:
 
     def is_unused(self, token: int) -> bool:
         """Whether the file marks this id as padding that stands for no text."""
-        return bool(
-            llama_cpp.llama_vocab_get_attr(self._vocab, token) & llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
-        )
+        return self._has_attribute(token, llama_cpp.LLAMA_TOKEN_ATTR_UNUSED)
 
     def _is_byte(self, token: int) -> bool:
-        return bool(
-            llama_cpp.llama_vocab_get_attr(self._vocab, token) & llama_cpp.LLAMA_TOKEN_ATTR_BYTE
-        )
+        return self._has_attribute(token, llama_cpp.LLAMA_TOKEN_ATTR_BYTE)
+
+    def _has_attribute(self, token: int, attribute: int) -> bool:
+        return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & attribute)
 
     def is_end(self, token: int) -> bool:
         """Whether the token ends a generation (EOS, end of turn, and their like)."""
