@@ -24,9 +24,11 @@ if TYPE_CHECKING:
         LogitsError,
         ModelError,
         PyspecError,
+        SlotsBusyError,
         UsageError,
         VocabularyMismatchError,
     )
+    from pyspec.generation import Generation
     from pyspec.llama import Model
     from pyspec.metrics import Statistics
     from pyspec.output import Piece, Source, Token
@@ -36,6 +38,7 @@ __all__ = [
     "ContextOverflowError",
     "DownloadError",
     "Engine",
+    "Generation",
     "LogitsError",
     "Model",
     "ModelError",
@@ -43,6 +46,7 @@ __all__ = [
     "PyspecError",
     "Rule",
     "SamplingParams",
+    "SlotsBusyError",
     "Source",
     "Statistics",
     "Token",
@@ -50,7 +54,7 @@ __all__ = [
     "VocabularyMismatchError",
 ]
 
-_MODULES = ("engine", "errors", "llama", "metrics", "output", "sampling")
+_MODULES = ("engine", "errors", "generation", "llama", "metrics", "output", "sampling")
 
 
 def __getattr__(name: str) -> Any:

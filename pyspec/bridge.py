@@ -161,6 +161,7 @@ def bit_exact_reason(
     extra_buffers: bool = False,
     gpu_layers: int = 0,
     swa_full: bool = True,
+    reused: bool = False,
 ) -> str | None:
     """Why logits may depend on how many tokens are evaluated together; None when they do not.
 
@@ -170,6 +171,7 @@ def bit_exact_reason(
         extra_buffers: Whether the model was loaded with use_extra_bufts.
         gpu_layers: Layers on another device.
         swa_full: Whether layers with a sliding window have cells for the whole context.
+        reused: Whether cells of the prompt were evaluated for another text, in passes of other widths.
     """
     status = attach()
     if not status.attached:
@@ -186,4 +188,9 @@ def bit_exact_reason(
         return f"passes of {width} tokens are wider than {_exact_width}"
     if counts().unknown:
         return "llama.cpp computes a matrix product of a kind that the bridge does not know"
+    if reused and counts().wide:
+        return (
+            "a part of the prompt was kept from an earlier request, and llama.cpp's products in passes "
+            f"wider than {_exact_width} tokens depend on the width"
+        )
     return None

@@ -8,18 +8,25 @@ pass evaluates it together with the drafted ones. Plain decoding is the same rou
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 
-from pyspec.drafters import Drafter, Proposal
+from pyspec.drafters import Drafter
 from pyspec.drafters.model import ModelDrafter
-from pyspec.errors import ContextOverflowError, ModelError, PyspecError, UsageError
-from pyspec.llama import Context, Model, RollbackError
-from pyspec.metrics import Statistics
-from pyspec.output import Output, Piece, Source, Token, with_logprobs
+from pyspec.errors import (
+    ContextOverflowError,
+    LogitsError,
+    ModelError,
+    PyspecError,
+    SlotsBusyError,
+    UsageError,
+)
+from pyspec.generation import Generation, Slot
+from pyspec.llama import Context, Model, Part, evaluate_together
+from pyspec.output import Piece
 from pyspec.sampling import Rule, Sampler, SamplingParams
 from pyspec.vocab import check_same_vocabulary
 
@@ -27,18 +34,25 @@ DEFAULT_GAMMA = 4
 DEFAULT_CONTEXT = 4096
 # Tokens of the widest target pass after the prefill; gamma is less than this.
 MAX_WIDTH = 32
-# llama.cpp's own limits: of its thread pools, and of a position.
+# llama.cpp's own limits: of its thread pools, of a position ...
 _MAX_THREADS = 512
 _MAX_CONTEXT = 2**31 - 1
+# Of the sequences of a context.
+_MAX_PARALLEL = 64
+
+_ENDED = "this request was ended by another one, or by closing the engine"
 
 
 class Engine:
-    """A target, perhaps a draft, and their caches. One request at a time.
+    """A target, perhaps a draft, and their caches.
+
+    Several requests can be under way at once, each in a slot of its own; a step of them shares one pass of
+    the target. A slot's caches outlive its request: of the next prompt only what differs is evaluated.
 
     Args:
         target: The model whose text is wanted: a loaded Model or a file.
         draft: A small model of the same vocabulary, or a ready drafter, which stays its owner's to close;
-            None for plain decoding.
+            None for plain decoding. A ready drafter serves one slot only.
         gamma: Tokens drafted a round.
         n_ctx: Positions of context: prompt and output together. By default 4096, or as many as the target
             was trained for if that is less.
@@ -46,9 +60,10 @@ class Engine:
         threads: Threads of the target; by default one a physical core.
         draft_threads: Threads of the draft; by default as many as the target's.
         draft_ctx: Positions of the draft's context; beyond it nothing is drafted.
+        parallel: Slots, each with n_ctx positions of its own.
 
     Raises:
-        ModelError: A model cannot be loaded.
+        ModelError: A model cannot be loaded, or not as asked for.
         VocabularyMismatchError: The draft's token ids do not mean what the target's do.
         UsageError: An argument is outside its range.
     """
@@ -64,6 +79,7 @@ class Engine:
         threads: int | None = None,
         draft_threads: int | None = None,
         draft_ctx: int | None = None,
+        parallel: int = 1,
     ) -> None:
         for name, value, most in (
             ("the context", n_ctx, _MAX_CONTEXT),
@@ -71,44 +87,56 @@ class Engine:
             ("threads", threads, _MAX_THREADS),
             ("the draft's threads", draft_threads, _MAX_THREADS),
             ("the draft's context", draft_ctx, _MAX_CONTEXT),
+            ("parallel requests", parallel, _MAX_PARALLEL),
         ):
             if value is not None and not 1 <= value <= most:
                 raise UsageError(f"{name} must be from 1 to {most}, not {value}")
         self.gamma = _checked_gamma(gamma)
         self._owned: list[Model | Context | Drafter] = []
-        self._request = 0
+        self._slots: list[Slot] = []
         try:
             self.target = self._load(target)
             self.draft: Model | None = None
-            self._drafter: Drafter | None = None
             if isinstance(draft, (Model, str, Path)):
                 self.draft = self._load(draft)
                 check_same_vocabulary(self.target, self.draft)
-            else:
-                self._drafter = draft
-            n_ctx = n_ctx or min(DEFAULT_CONTEXT, self.target.n_ctx_train)
-            self._context = Context(
-                self.target, n_ctx=n_ctx, n_batch=n_batch, n_logits=MAX_WIDTH, threads=threads
+            self.n_ctx = n_ctx or min(DEFAULT_CONTEXT, self.target.n_ctx_train)
+            contexts = Context.several(
+                parallel,
+                self.target,
+                n_ctx=self.n_ctx,
+                n_batch=n_batch,
+                n_logits=MAX_WIDTH,
+                threads=threads,
             )
-            self._owned.append(self._context)
-            if draft is not None:
-                self._check_rollback()
+            self._owned += contexts
+            self._slots = [Slot(context) for context in contexts]
+            self._check_memory_kinds(draft)
             if self.draft is not None:
-                draft_context = Context(
+                draft_contexts = Context.several(
+                    parallel,
                     self.draft,
-                    n_ctx=draft_ctx or n_ctx,
+                    n_ctx=draft_ctx or self.n_ctx,
                     n_batch=n_batch,
                     threads=draft_threads or threads,
                 )
-                self._drafter = ModelDrafter(draft_context, self.target.n_vocab)
-                self._owned.append(self._drafter)
+                for slot, context in zip(self._slots, draft_contexts, strict=True):
+                    slot.drafter = ModelDrafter(context, self.target.n_vocab)
+                    self._owned.append(slot.drafter)
+            elif draft is not None and not isinstance(draft, (Model, str, Path)):
+                self._slots[0].drafter = draft
         except BaseException:
             self.close()
             raise
 
-    def _check_rollback(self) -> None:
+    def _check_memory_kinds(self, draft: object | None) -> None:
         """Refuse models of which no drafted token could be taken back."""
-        if self._context.max_rollback == 0:
+        if self.target.is_recurrent and len(self._slots) > 1:
+            raise ModelError(
+                f"{self.target.name}: its recurrent memory cannot take part in shared passes: "
+                "serve one request at a time"
+            )
+        if draft is not None and self._slots[0].context.max_rollback == 0:
             raise ModelError(
                 f"{self.target.name}: its recurrent memory cannot roll back rejected tokens: "
                 "run it without a draft (--no-draft)"
@@ -128,9 +156,111 @@ class Engine:
         return loaded
 
     @property
-    def n_ctx(self) -> int:
-        """Positions of context: prompt and output together."""
-        return self._context.n_ctx
+    def parallel(self) -> int:
+        """Requests that can be under way at once."""
+        return len(self._slots)
+
+    def start(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        gamma: int | None = None,
+        rule: Rule | str = Rule.BLOCK,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Generation:
+        """Accept a request, for `step` to carry on.
+
+        It gets the free slot whose cache holds most of its prompt's beginning. What another slot holds of it
+        is copied where that is more.
+
+        Args:
+            prompt: Text, tokenized with the model's own beginning (such as BOS), or token ids as they are.
+            params: Sampling settings; llama.cpp's defaults if None.
+            gamma: Tokens drafted a round, instead of the engine's; 0 decodes plainly.
+            rule: How drafted tokens are verified.
+            on_prefill: Called with how many of the prompt's tokens are evaluated, and how many there are.
+
+        Raises:
+            UsageError: The prompt is empty, or an argument is outside its range.
+            ContextOverflowError: The prompt does not fit in the context.
+            SlotsBusyError: As many requests as there are slots are under way.
+        """
+        params = params or SamplingParams()
+        gamma = self.gamma if gamma is None else _checked_gamma(gamma)
+        rule = _checked_rule(rule)
+        for token in params.logit_bias:
+            self._check_token(token, "a logit bias")
+        ids = self.target.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_prompt(ids)
+        free = [slot for slot in self._slots if slot.generation is None]
+        if not free:
+            raise SlotsBusyError(f"{self.parallel} requests are under way, which is all that fit")
+        slot = max(free, key=lambda slot: _common(slot.held, ids))
+        cached = self._reuse(slot, ids)
+        sampler = Sampler(params, self.target.n_vocab, rule)
+        generation = Generation(slot, ids, sampler, gamma=gamma, on_prefill=on_prefill)
+        generation.statistics.cached_tokens = cached
+        return generation
+
+    def _reuse(self, slot: Slot, ids: list[int]) -> int:
+        """Have a slot hold as much of the prompt as any does, and nothing else; returns how much that is."""
+        # The last token is evaluated in any case: the first round needs its logits.
+        prompt = ids[:-1]
+        fullest = max(self._slots, key=lambda other: _common(other.held, prompt))
+        common = _common(fullest.held, prompt)
+        if common > _common(slot.held, prompt):
+            slot.take_over(fullest, common)
+        return slot.keep(common)
+
+    def step(self, generations: Sequence[Generation]) -> list[Piece]:
+        """Carry each of some requests on: by one chunk of its prompt, or by one round.
+
+        All rounds share a pass of the target. What goes wrong with one request ends it alone, with `error`
+        set and an empty piece; what goes wrong with the pass is raised and ends all.
+
+        Args:
+            generations: Different ones, none finished.
+
+        Returns:
+            A piece each, empty while the prompt is read; a request's last has the statistics.
+
+        Raises:
+            PyspecError: The pass failed, or a generation had ended.
+        """
+        ready = [generation for generation in generations if generation.prefilled]
+        try:
+            for generation in generations:
+                if not generation.prefilled:
+                    generation.prefill()
+            pieces = self._round(ready) if ready else {}
+        except BaseException as error:
+            for generation in generations:
+                if not generation.finished:
+                    generation.fail(error)
+            raise
+        return [pieces.get(generation, Piece(())) for generation in generations]
+
+    def _round(self, generations: Sequence[Generation]) -> dict[Generation, Piece]:
+        """A round of each, sharing a pass of the target."""
+        with _timed(generations, "decode_s"):
+            contexts = [generation.slot.context for generation in generations]
+            # For a moment each sequence needs room for as many tokens as the widest evaluates.
+            width = min(context.n_ctx - context.length for context in contexts)
+            width = min(width, contexts[0].n_batch // len(contexts))
+            parts: dict[Generation, Part] = {}
+            for generation in generations:
+                with _ending_alone(generation):
+                    tokens = generation.propose(width - 1)
+                    parts[generation] = Part(generation.slot.context, tokens, len(tokens))
+            if parts:
+                with _timed(parts, "verify_s"):
+                    evaluate_together(list(parts.values()))
+            pieces: dict[Generation, Piece] = {}
+            for generation in parts:
+                with _ending_alone(generation):
+                    pieces[generation] = generation.conclude()
+        return pieces
 
     def generate(
         self,
@@ -143,38 +273,39 @@ class Engine:
     ) -> Iterator[Piece]:
         """Write a continuation of the prompt.
 
-        The iterator may be abandoned at any point. The next request ends it.
+        The iterator may be abandoned at any point. Where no slot is free the oldest request is ended.
 
-        Args:
-            prompt: Text, tokenized with the model's own beginning (such as BOS), or token ids as they are.
-            params: Sampling settings; llama.cpp's defaults if None.
-            gamma: Tokens drafted a round, instead of the engine's; 0 decodes plainly.
-            rule: How drafted tokens are verified.
-            on_prefill: Called with how many of the prompt's tokens are evaluated, and how many there are.
+        Args are those of `start`, and so are the errors raised at once.
 
         Yields:
             A piece a round; the last has the statistics.
 
         Raises:
-            UsageError: The prompt is empty, or an argument is outside its range.
-            ContextOverflowError: The prompt does not fit in the context.
             LogitsError: A model produced logits from which no distribution follows.
         """
-        params = params or SamplingParams()
-        gamma = self.gamma if gamma is None else _checked_gamma(gamma)
-        for token in params.logit_bias:
-            self._check_token(token, "a logit bias")
-        ids = self.target.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_prompt(ids)
-        self._request += 1
-        return self._run(
-            ids,
-            params,
-            Sampler(params, self.target.n_vocab, _checked_rule(rule)),
-            gamma,
-            on_prefill,
-            self._request,
-        )
+        if all(slot.generation for slot in self._slots):
+            oldest = min(self._generations, key=lambda generation: generation.started)
+            oldest.close(PyspecError(_ENDED))
+        generation = self.start(prompt, params, gamma=gamma, rule=rule, on_prefill=on_prefill)
+        return self._pieces(generation)
+
+    def _pieces(self, generation: Generation) -> Iterator[Piece]:
+        try:
+            while not generation.prefilled:
+                self.step([generation])
+            finished = False
+            while not finished:
+                (piece,) = self.step([generation])
+                if generation.error is not None:
+                    raise generation.error
+                finished = generation.finished
+                yield piece
+        finally:
+            generation.close()
+
+    @property
+    def _generations(self) -> list[Generation]:
+        return [slot.generation for slot in self._slots if slot.generation is not None]
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -193,108 +324,10 @@ class Engine:
                 f"{whose} has token id {token}, outside 0 to {self.target.n_vocab - 1}"
             )
 
-    def _run(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        sampler: Sampler,
-        gamma: int,
-        on_prefill: Callable[[int, int], None] | None,
-        request: int,
-    ) -> Iterator[Piece]:
-        """The rounds of a request. ids holds the committed tokens, prompt and output."""
-        start = time.perf_counter()
-        n_prompt = len(ids)
-        statistics = Statistics(prompt_tokens=n_prompt, seed=sampler.seed)
-        # The last token of a full context is written and never evaluated.
-        n_end = self.n_ctx + 1
-        if params.max_tokens is not None:
-            n_end = min(n_end, n_prompt + params.max_tokens)
-        output = Output(self.target, params.stop)
-        with statistics.timed("prefill_s"):
-            self._prefill(ids, self._clamp(gamma, ids, n_end) > 0, on_prefill)
-        while not output.finish_reason:
-            if request != self._request:
-                raise PyspecError("this request was ended by another one, or by closing the engine")
-            with statistics.timed("decode_s"):
-                emitted = self._round(ids, self._clamp(gamma, ids, n_end), sampler, statistics)
-                shown = output.push(emitted)
-                ids += [token.id for token in emitted]
-                del ids[n_prompt + output.n_tokens :]
-                if output.finish_reason or len(ids) >= n_end:
-                    shown += output.finish("length")
-                with statistics.timed("sample_s"):
-                    self._roll_back(len(ids) - 1, is_last=bool(output.finish_reason))
-            statistics.completion_tokens = output.n_tokens
-            if statistics.ttft_s is None and any(token.text for token in shown):
-                statistics.ttft_s = time.perf_counter() - start
-            if output.finish_reason:
-                statistics.finish_reason = output.finish_reason
-                widest = len(statistics.accepted_histogram)
-                statistics.bit_exact_reason = self._context.bit_exact_reason(widest)
-            yield Piece(tuple(shown), statistics if output.finish_reason else None)
-
-    def _clamp(self, gamma: int, ids: Sequence[int], n_end: int) -> int:
-        """Tokens to draft: no more than are wanted, than fit in one pass, or than the drafter can."""
-        if self._drafter is None:
-            return 0
-        wanted = n_end - len(ids) - 1
-        context = self._context
-        limits = wanted, context.n_logits - 1, context.max_rollback, self._drafter.room(ids)
-        return max(0, min(gamma, *limits))
-
-    def _prefill(
-        self, ids: Sequence[int], drafting: bool, on_prefill: Callable[[int, int], None] | None
-    ) -> None:
-        """Evaluate all of the prompt but its last token, split alike with and without a draft."""
-        self._context.clear()
-        if self._drafter is not None:
-            self._drafter.clear()
-        n_batch, covered = self._context.n_batch, len(ids) - 1
-        for start in range(0, covered, n_batch):
-            self._context.evaluate(ids[start : min(start + n_batch, covered)])
-            if on_prefill is not None:
-                on_prefill(self._context.length, covered)
-        if self._drafter is not None and drafting:
-            self._drafter.catch_up(ids[:covered])
-
-    def _round(
-        self, ids: list[int], gamma: int, sampler: Sampler, statistics: Statistics
-    ) -> list[Token]:
-        """Draft gamma tokens, check them, and return the accepted ones and the one that follows."""
-        round_ = statistics.rounds
-        proposal = Proposal()
-        if gamma > 0 and self._drafter is not None:
-            with statistics.timed("draft_s"):
-                proposal = self._drafter.propose(ids, gamma, sampler, round_=round_)
-        drafted = list(proposal.tokens)
-        with statistics.timed("verify_s"):
-            self._context.evaluate([ids[-1], *drafted], n_logits=len(drafted) + 1)
-        with statistics.timed("sample_s"):
-            p = [self._context.logits(row) for row in range(len(drafted) + 1)]
-            # Probabilities take the place of the logits; a copy is kept if those are to be reported.
-            n_top = sampler.params.logprobs
-            raw = [] if n_top is None else [logits.copy() for logits in p]
-            for row, logits in enumerate(p):
-                sampler.distribution(logits, [*ids, *drafted[:row]], logits, source="target")
-            verdict = sampler.verify(p, proposal.q, drafted, round_=round_, position=len(ids))
-            statistics.count_round(len(drafted), verdict.accepted)
-            emitted = [Token(token, "", Source.DRAFT) for token in drafted[: verdict.accepted]]
-            emitted.append(Token(verdict.token, "", Source.TARGET))
-            if n_top is not None:
-                emitted = [with_logprobs(*pair, n_top) for pair in zip(emitted, raw, strict=False)]
-        return emitted
-
-    def _roll_back(self, length: int, *, is_last: bool) -> None:
-        """Cut both caches back to what is committed; after the last round they may as well be empty."""
-        with suppress(RollbackError) if is_last else nullcontext():
-            self._context.truncate(length)
-            if self._drafter is not None:
-                self._drafter.roll_back(length)
-
     def close(self) -> None:
-        """Free the contexts, and the models that this engine loaded."""
-        self._request += 1
+        """End all requests, and free the contexts and the models that this engine loaded."""
+        for generation in self._generations:
+            generation.close(PyspecError(_ENDED))
         while self._owned:
             self._owned.pop().close()
 
@@ -308,6 +341,29 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _timed(generations: Iterable[Generation], name: str) -> Iterator[None]:
+    """Add the time spent inside to the named statistic of each."""
+    with ExitStack() as timers:
+        for generation in generations:
+            timers.enter_context(generation.statistics.timed(name))
+        yield
+
+
+@contextmanager
+def _ending_alone(generation: Generation) -> Iterator[None]:
+    """What is wrong with one request's logits ends that one."""
+    try:
+        yield
+    except LogitsError as error:
+        generation.fail(error)
+
+
+def _common(held: Sequence[int], ids: Sequence[int]) -> int:
+    """Length of the beginning that two texts share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids, strict=False)))
 
 
 def _checked_rule(rule: Rule | str) -> Rule:

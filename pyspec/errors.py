@@ -26,6 +26,10 @@ class ContextOverflowError(PyspecError):
     """The prompt does not fit in the context."""
 
 
+class SlotsBusyError(PyspecError):
+    """As many requests are under way as an engine has slots for."""
+
+
 class LogitsError(PyspecError):
     """A model produced logits from which no distribution follows (NaN, +inf, all -inf)."""
 

@@ -15,6 +15,7 @@ class Statistics:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
+        cached_tokens: How many of them the target's cache held from an earlier request.
         completion_tokens: Tokens of the output, after any cut.
         rounds: Passes of the target after the prefill.
         drafted: Tokens that the draft drew.
@@ -36,6 +37,7 @@ class Statistics:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -97,6 +99,7 @@ class Statistics:
         """For JSON: the attributes and the rates."""
         return {
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,
             "ttft_s": self.ttft_s,
             "tokens_per_second": self.tokens_per_second,

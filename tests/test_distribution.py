@@ -155,9 +155,11 @@ def use(monkeypatch: pytest.MonkeyPatch, pair: Pair, what: type[Sampler | ModelD
     if issubclass(what, Sampler):
         monkeypatch.setattr(engine_module, "Sampler", what)
     else:
-        own = pair.engine._drafter
+        own = pair.engine._slots[0].drafter
         assert isinstance(own, ModelDrafter)
-        monkeypatch.setattr(pair.engine, "_drafter", what(own.context, pair.engine.target.n_vocab))
+        monkeypatch.setattr(
+            pair.engine._slots[0], "drafter", what(own.context, pair.engine.target.n_vocab)
+        )
 
 
 # ---- the two checks ------------------------------------------------------------------------------------

@@ -202,6 +202,7 @@ def test_max_tokens_is_exact(pair: Engine, max_tokens: int, gamma: int) -> None:
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_the_statistics_agree_with_the_tokens(pair: Engine, gamma: int) -> None:
     params = with_params(SAMPLED, logit_bias={1: -math.inf, 2: -math.inf})
+    finish(pair.generate([0], params))  # so that little of the prompt is in the cache
     pieces = list(pair.generate(PROMPT, params, gamma=gamma))
     s = pieces[-1].statistics
     assert s is not None
@@ -245,7 +246,7 @@ def test_nothing_follows_the_end_of_generation(ending_pair: Engine, gamma: int, 
         emitted = statistics.accepted + statistics.rounds
         assert emitted > len(ids)
         ends_inside_a_block += emitted > len(ids) + 1
-        assert ending_pair._context.length <= len(PROMPT) + len(ids)
+        assert ending_pair._slots[0].context.length <= len(PROMPT) + len(ids)
     assert (ends_inside_a_block > 0) == (gamma > 0)
 
 
@@ -302,7 +303,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[tuple[int, i
     original = Context._pass
 
     def record(self: Context, tokens: Sequence[int], n_logits: int) -> None:
-        if self is engine._context:
+        if self is engine._slots[0].context:
             seen.append((self.length, len(tokens)))
         original(self, tokens, n_logits)
 
@@ -393,7 +394,7 @@ def test_after_rejections_both_caches_equal_a_fresh_evaluation(
         for _ in range(15):
             ids += [token.id for token in next(pieces).tokens]
         pieces.close()
-        contexts = engine._context, engine._drafter.context
+        contexts = engine._slots[0].context, engine._slots[0].drafter.context
         assert contexts[0].length == len(ids) - 1
         assert contexts[1].length <= len(ids) - 1
         for context in contexts:
@@ -434,7 +435,7 @@ def test_an_interrupt_during_prefill_leaves_the_engine_usable(tiny_target: Path)
     with Engine(tiny_target, n_ctx=128, n_batch=8, threads=1) as engine:
         whole = finish(engine.generate([0, *[3] * 40], SAMPLED))
         with pytest.raises(KeyboardInterrupt):
-            next(engine.generate([0, *[3] * 40], SAMPLED, on_prefill=interrupt))
+            next(engine.generate([0, *[4] * 40], SAMPLED, on_prefill=interrupt))
         assert finish(engine.generate([0, *[3] * 40], SAMPLED))[:2] == whole[:2]
 
 
@@ -445,7 +446,7 @@ def test_an_interrupt_during_a_round_leaves_the_engine_usable(
     whole = finish(pair.generate(PROMPT, SAMPLED))
     pieces = pair.generate(PROMPT, SAMPLED)
     next(pieces)
-    context = pair._context if fails_in == "target" else pair._drafter.context
+    context = pair._slots[0].context if fails_in == "target" else pair._slots[0].drafter.context
     original = Context._pass
 
     def interrupted(self: Context, tokens: Sequence[int], n_logits: int) -> None:

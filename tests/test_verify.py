@@ -13,6 +13,7 @@ from scipy import stats
 from pyspec import verify
 from pyspec.engine import Engine
 from pyspec.errors import ModelError, UsageError
+from pyspec.generation import Generation
 from pyspec.llama import Context, Logits, Model
 from pyspec.sampling import Probabilities, Rule, Sampler, SamplingParams, Verdict
 from pyspec.verify import QUICK, RandomDrafter, Result, Setup, distribution
@@ -160,12 +161,13 @@ def test_texts_of_another_rule_differ_and_are_reported(setup: Setup) -> None:
 def test_an_engine_that_does_not_roll_back_is_caught(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keeps_one_too_many(self: Engine, length: int, *, is_last: bool) -> None:  # noqa: ARG001
-        self._context.truncate(min(length + 1, self._context.length))
-        if self._drafter is not None:
-            self._drafter.roll_back(length)
+    def keeps_one_too_many(self: Generation, length: int) -> None:
+        slot = self.slot
+        slot.context.truncate(min(length + 1, slot.context.length))
+        if slot.drafter is not None:
+            slot.drafter.roll_back(length)
 
-    monkeypatch.setattr(Engine, "_roll_back", keeps_one_too_many)
+    monkeypatch.setattr(Generation, "_roll_back", keeps_one_too_many)
     results = list(verify.check_texts(setup, "greedy", GREEDY, Rule.BLOCK))
     assert not any(result.passed for result in results)
 
