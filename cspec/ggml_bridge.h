@@ -1,8 +1,8 @@
 /* What the bridge knows of ggml's structures, as they are in llama-cpp-python 0.3.36.
  *
- * llama.cpp's headers are not needed to build pyspec, so the layouts are declared here as facts; ggml_bridge.c
- * compares every one that it uses with objects made through ggml's public functions before it relies on
- * it. Names follow ggml's, with a cspec_ prefix. Strides are in bytes, ne[0] is the innermost dimension.
+ * llama.cpp's headers are not needed to build pyspec, so the layouts are declared here as facts; ggml_checks.c
+ * compares every one that is used with objects made through ggml's public functions before it is relied
+ * upon. Names follow ggml's, with a cspec_ prefix. Strides are in bytes, ne[0] is the innermost dimension.
  */
 #ifndef CSPEC_GGML_BRIDGE_H
 #define CSPEC_GGML_BRIDGE_H
