@@ -94,5 +94,12 @@ def prompt_ids(model: Model, messages: Sequence[Message]) -> list[int]:
     return model.tokenize(text)
 
 
+def message_ids(model: Model, text: str) -> list[int]:
+    """Token ids of a user's message, or of the text as it is where the model has no template."""
+    if model.chat_template is None:
+        return model.tokenize(text)
+    return prompt_ids(model, [{"role": "user", "content": text}])
+
+
 def _text(model: Model, token: int) -> str:
     return model.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -16,7 +16,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _DEFAULTS = SamplingParams()
 
 
-def _decorated(function: _Command, options: list[Callable[[_Command], _Command]]) -> _Command:
+def _decorated(function: _Command, options: Sequence[Callable[[_Command], _Command]]) -> _Command:
     for option in reversed(options):
         function = option(function)
     return function
@@ -38,7 +38,7 @@ def debug_option(function: _Command) -> _Command:
     )(function)
 
 
-def model_options(function: _Command) -> _Command:
+def pair_options(function: _Command) -> _Command:
     """Which models, and what they may use."""
     return _decorated(
         function,
@@ -57,14 +57,6 @@ def model_options(function: _Command) -> _Command:
                 metavar="MODEL",
                 shell_complete=complete_model,
                 help="Draft model. Without it, the one that goes with the target, if it has a name.",
-            ),
-            click.option("--no-draft", is_flag=True, help="Decode with the target alone."),
-            click.option(
-                "--gamma",
-                type=int,
-                default=DEFAULT_GAMMA,
-                show_default=True,
-                help="Tokens drafted a round.",
             ),
             click.option(
                 "--rule",
@@ -92,6 +84,21 @@ def model_options(function: _Command) -> _Command:
             ),
         ],
     )
+
+
+def model_options(function: _Command) -> _Command:
+    """The same, and whether and how far to draft."""
+    drafting = [
+        click.option("--no-draft", is_flag=True, help="Decode with the target alone."),
+        click.option(
+            "--gamma",
+            type=int,
+            default=DEFAULT_GAMMA,
+            show_default=True,
+            help="Tokens drafted a round.",
+        ),
+    ]
+    return pair_options(_decorated(function, drafting))
 
 
 def sampling_options(function: _Command) -> _Command:

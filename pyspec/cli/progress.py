@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import click
@@ -58,3 +58,32 @@ def _lines() -> Progress:
             click.echo(f"{activity}{size}", err=True)
 
     return show
+
+
+@contextmanager
+def step_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Provide what to call with what is being done, the steps done and the steps in total.
+
+    A bar for each on a terminal, gone when all are done; nothing elsewhere.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bars:
+        tasks: dict[str, progress.TaskID] = {}
+
+        def show(activity: str, done: int, total: int) -> None:
+            if activity not in tasks:
+                tasks[activity] = bars.add_task(activity, total=total)
+            bars.update(tasks[activity], completed=done)
+
+        yield show

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from importlib import metadata
 from pathlib import Path
 
@@ -17,10 +16,12 @@ import click
 from pyspec import llama
 from pyspec.cli.options import debug_option, model_options
 from pyspec.cli.pair import resolve_pair
+from pyspec.cli.progress import step_bars
+from pyspec.cli.prompt_files import prompts_option, read_prompts
 from pyspec.errors import UsageError
 from pyspec.llama import Model
 from pyspec.sampling import Rule
-from pyspec.verify import QUICK, THOROUGH, Progress, Result, Setup, verify
+from pyspec.verify import QUICK, THOROUGH, Result, Setup, verify
 
 _OUTCOMES = {True: "ok", False: "FAILED", None: "skipped"}
 _COLOURS = {True: "green", False: "bold red", None: "yellow"}
@@ -35,12 +36,7 @@ _HEADER = ("check", "what", "result", "detail")
     show_default=True,
     help="A minute or two, or many: more positions, widths, texts and samples.",
 )
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Prompts to use instead of the built-in ones, separated by blank lines.",
-)
+@prompts_option
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**64 - 1),
@@ -60,7 +56,7 @@ def command(
     threads: int | None,
     draft_threads: int | None,
     quick: bool,
-    prompts: Path | None,
+    prompts: Sequence[Path],
     seed: int,
     as_json: bool,
 ) -> None:
@@ -72,7 +68,7 @@ def command(
     """
     if draft and no_draft:
         raise UsageError("--draft and --no-draft exclude each other")
-    texts = () if prompts is None else _read_prompts(prompts)
+    texts = read_prompts(prompts)
     paths = resolve_pair(model, draft, no_draft=no_draft)
     start = time.perf_counter()
     with ExitStack() as stack:
@@ -91,7 +87,7 @@ def command(
             threads=threads,
             draft_threads=draft_threads,
             seed=seed,
-            progress=stack.enter_context(_bars()),
+            progress=stack.enter_context(step_bars()),
         )
         results = []
         for result in verify(setup):
@@ -107,43 +103,6 @@ def command(
         click.echo(_conclusion(results, seconds))
     if any(result.passed is False for result in results):
         sys.exit(1)
-
-
-def _read_prompts(path: Path) -> Sequence[str]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    prompts = [prompt for prompt in re.split(r"\n\s*\n", text.strip()) if prompt]
-    if not prompts:
-        raise UsageError(f"{path} has no prompts: write some, separated by blank lines")
-    return prompts
-
-
-@contextmanager
-def _bars() -> Iterator[Progress]:
-    """A bar for each check on a terminal, gone when all are done."""
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bars:
-        tasks: dict[str, progress.TaskID] = {}
-
-        def show(check: str, done: int, total: int) -> None:
-            if check not in tasks:
-                tasks[check] = bars.add_task(check, total=total)
-            bars.update(tasks[check], completed=done)
-
-        yield show
 
 
 def _cells(result: Result) -> tuple[str, str, str, str]:

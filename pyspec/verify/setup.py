@@ -151,7 +151,9 @@ class Setup:
         Raises:
             UsageError: A prompt has no tokens.
         """
-        prompts = [_prompt_ids(self.target, text) for text in self.prompts or self.effort.prompts]
+        prompts = [
+            chat.message_ids(self.target, text) for text in self.prompts or self.effort.prompts
+        ]
         if not all(prompts):
             raise UsageError(f"prompt {prompts.index([]) + 1} has no tokens of {self.target.name}")
         return [ids[: max(1, n_ctx - n_free)] for ids in prompts]
@@ -161,9 +163,3 @@ class Setup:
         self.progress(check, 0, total)
         done = itertools.count(1)
         return lambda: self.progress(check, next(done), total)
-
-
-def _prompt_ids(model: Model, text: str) -> list[int]:
-    if model.chat_template is None:
-        return model.tokenize(text)
-    return chat.prompt_ids(model, [{"role": "user", "content": text}])
