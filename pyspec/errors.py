@@ -34,5 +34,9 @@ class LogitsError(PyspecError):
     """A model produced logits from which no distribution follows (NaN, +inf, all -inf)."""
 
 
+class NoTokenError(LogitsError):
+    """The logits of all tokens are -inf: the model's own, or because the request forbids every token."""
+
+
 class DownloadError(PyspecError):
     """A model could not be fetched, verified or stored."""

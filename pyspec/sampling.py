@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyspec._cspec import ffi, lib
-from pyspec.errors import LogitsError, UsageError
+from pyspec.errors import LogitsError, NoTokenError, UsageError
 
 Probabilities = npt.NDArray[np.float32]
 
@@ -224,7 +224,7 @@ class Sampler:
             source: Whose logits these are, for the message.
 
         Raises:
-            LogitsError: No distribution follows from the logits.
+            LogitsError: No distribution follows from the logits; NoTokenError if none is above -inf.
         """
         seen, counts = self._penalty_window(history)
         status = lib.cspec_probabilities(
@@ -240,7 +240,7 @@ class Sampler:
             len(self._bias_ids),
         )
         if status != lib.CSPEC_OK:
-            raise LogitsError(
+            raise (NoTokenError if status == lib.CSPEC_EMPTY else LogitsError)(
                 f"the {source}'s logits for position {len(history)} are {_STATUS_TEXTS[status]}: "
                 "the model file is damaged, or it does not work in this configuration"
             )

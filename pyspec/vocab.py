@@ -1,8 +1,12 @@
-"""Tokens to text, as they come, and whether two vocabularies are one."""
+"""Tokens to text and back, whether two vocabularies are one, and what they share if they are not."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
 
 from pyspec.errors import VocabularyMismatchError
 from pyspec.llama import Model
@@ -11,6 +15,14 @@ from pyspec.llama import Model
 # whatever the file calls them, and the first ids may differ, as models name the same specials differently.
 _SIZE_DIFFERENCE = 128
 _FIRST_COMPARED = 5
+
+# A draft that has fewer of the target's tokens than this share of the smaller vocabulary could seldom propose
+# the right one.
+_LEAST_SHARED = 0.1
+# A character of Unicode's private use, which tokenizers do not join with its neighbours.
+_ANCHOR = "\ue000"
+
+Ids = npt.NDArray[np.int32]
 
 
 def check_same_vocabulary(target: Model, draft: Model) -> None:
@@ -76,3 +88,172 @@ class TokenDecoder:
     def flush(self) -> str:
         """The replacement for an incomplete character at the end of the text, or nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+class SharedTokens:
+    """Which tokens of a draft are which of a target's: each has at most one twin in the other vocabulary.
+
+    Tokens of text are twins if they add the same bytes to a text, however their files spell these. Of several
+    with the same bytes the first counts, or the first that is more than the token of a byte. Control tokens
+    are never twins of text, but of what means the same: of equal name, or both the end of a turn.
+
+    Args:
+        target: The model whose text is wanted.
+        draft: The model that proposes.
+
+    Attributes:
+        target_ids: [n] ids of the target that have a twin, rising.
+        draft_ids: [n] their twins.
+        to_draft: [n_vocab of the target] each id's twin, or -1.
+
+    Raises:
+        VocabularyMismatchError: They share next to nothing.
+    """
+
+    def __init__(self, target: Model, draft: Model) -> None:
+        ids, twins = _ids_of_texts(target), _ids_of_texts(draft)
+        pairs = [(ids[text], twins[text]) for text in ids.keys() & twins.keys()]
+        if len(pairs) < _LEAST_SHARED * min(len(ids), len(twins)):
+            raise VocabularyMismatchError(
+                f"{draft.name} cannot draft for {target.name}: only {len(pairs)} of its {len(twins)} tokens "
+                f"of text are also among the target's {len(ids)}: use another draft, or none (--no-draft)"
+            )
+        pairs += _pairs_of_controls(target, draft)
+        pairs.sort()
+        both = np.array(pairs, np.int32).reshape(-1, 2)
+        self.target_ids: Ids = np.ascontiguousarray(both[:, 0])
+        self.draft_ids: Ids = np.ascontiguousarray(both[:, 1])
+        self.to_draft: Ids = np.full(target.n_vocab, -1, np.int32)
+        self.to_draft[self.target_ids] = self.draft_ids
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+
+def _ids_of_texts(model: Model) -> dict[bytes, int]:
+    """The id of each text that a token adds."""
+    pieces, n = model.pieces, model.n_vocab
+    # Of equal keys the last counts, which here is the first id.
+    ids = dict(zip(reversed(pieces), range(n - 1, -1, -1), strict=True))
+    ids.pop(b"", None)
+    # A tokenizer writes the token of a byte only where no other fits.
+    for token in [token for token, text in enumerate(pieces) if len(text) == 1]:
+        if model.is_byte(ids[pieces[token]]):
+            ids[pieces[token]] = token
+    return ids
+
+
+def _pairs_of_controls(target: Model, draft: Model) -> list[tuple[int, int]]:
+    names, drafts_names = _ids_of_names(target), _ids_of_names(draft)
+    same_name = [(names[name], drafts_names[name]) for name in names if name in drafts_names]
+    ends = {target.end_of_turn, target.eos}
+    drafts_ends = {draft.end_of_turn, draft.eos}
+    candidates = [
+        # Vocabularies hold marks that their models never write, and whose name is another's real end.
+        *((token, twin) for token, twin in same_name if token in ends or twin not in drafts_ends),
+        (target.end_of_turn, draft.end_of_turn),
+        (target.eos, draft.eos),
+        *same_name,
+    ]
+    pairs: dict[int, int] = {}
+    for token, twin in candidates:
+        if min(token, twin) >= 0 and token not in pairs and twin not in pairs.values():
+            pairs[token] = twin
+    return list(pairs.items())
+
+
+def _ids_of_names(model: Model) -> dict[bytes, int]:
+    """The id of each control token by its name, such as <|im_end|>."""
+    controls = (
+        token for token, text in enumerate(model.pieces) if not text and model.is_control(token)
+    )
+    ids: dict[bytes, int] = {}
+    for token in controls:
+        ids.setdefault(model.piece(token, special=True), token)
+    return ids
+
+
+class Speller:
+    """Spells parts of a text in a model's tokens.
+
+    Unlike the tokenizer it takes any bytes: those that are no characters, or not yet, are spelled with what
+    tokens the vocabulary has for them.
+
+    Args:
+        model: Whose tokens to use.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._ids = _ids_of_texts(model)
+        self._longest = max(map(len, self._ids), default=0)
+
+    def spell(self, text: bytes, *, begins: bool) -> tuple[list[int], list[int]]:
+        """Tokens of a text.
+
+        Args:
+            text: What to spell.
+            begins: Whether it is the beginning of a text, before which some tokenizers put a space. If not,
+                it should begin where a word does, so that the tokens are those of the text as a whole.
+
+        Returns:
+            Ids, and where in `text` each ends. Bytes without a token are counted to the one after them.
+        """
+        ids, ends = list[int](), list[int]()
+        for start, end, is_text in _runs(text):
+            part = text[start:end]
+            is_first = begins and start == 0
+            found = self._tokenize(part.decode(), begins=is_first) if is_text else None
+            if found is None:
+                found = self._longest_tokens(part)
+            ids += found[0]
+            ends += [start + place for place in found[1]]
+        return ids, ends
+
+    def _tokenize(self, text: str, *, begins: bool) -> tuple[list[int], list[int]] | None:
+        """What the tokenizer makes of a text; None if that spells another text."""
+        model, before = self._model, b""
+        if model.adds_space:
+            # A text goes on after something: a character that is taken off again.
+            text = text if begins else _ANCHOR + text
+            before = b" " if begins else b" " + _ANCHOR.encode()
+        ids = model.tokenize(text, add_special=False, parse_special=False)
+        pieces = [model.pieces[token] for token in ids]
+        if b"".join(pieces) != (b" " if model.adds_space else b"") + text.encode():
+            return None
+        ends = (np.cumsum([len(piece) for piece in pieces]) - len(before)).tolist()
+        if begins:
+            return ids, [max(0, end) for end in ends]
+        if before and 0 not in ends:
+            return None
+        n = ends.index(0) + 1 if before else 0
+        return ids[n:], ends[n:]
+
+    def _longest_tokens(self, text: bytes) -> tuple[list[int], list[int]]:
+        """Of the tokens that fit at each place the longest."""
+        ids, ends, at = list[int](), list[int](), 0
+        while at < len(text):
+            fitting = range(min(self._longest, len(text) - at), 0, -1)
+            length = next((n for n in fitting if text[at : at + n] in self._ids), 0)
+            if length:
+                ids.append(self._ids[text[at : at + length]])
+                ends.append(at + length)
+            at += max(1, length)
+        return ids, ends
+
+
+def _runs(text: bytes) -> Iterator[tuple[int, int, bool]]:
+    """The parts of text, as start, end and whether it is characters rather than stray bytes."""
+    start = 0
+    while start < len(text):
+        try:
+            text[start:].decode()
+        except UnicodeDecodeError as error:
+            stray, end = start + error.start, start + error.end
+        else:
+            stray = end = len(text)
+        if start < stray:
+            yield start, stray, True
+        if stray < end:
+            yield stray, end, False
+        start = end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -87,7 +88,7 @@ class Model:
         self.adds_eos = bool(llama_cpp.llama_vocab_get_add_eos(self._vocab))
         self.vocab_type: int = llama_cpp.llama_vocab_type(self._vocab)
         if self.vocab_type == llama_cpp.LLAMA_VOCAB_TYPE_SPM and not any(
-            map(self._is_byte, range(self.n_vocab))
+            map(self.is_byte, range(self.n_vocab))
         ):
             self.close()
             raise ModelError(
@@ -193,6 +194,29 @@ class Model:
                 return buffer.raw[:n]
             size = -n
 
+    @cached_property
+    def pieces(self) -> Sequence[bytes]:
+        """[n_vocab] the bytes that each token adds to a text, as piece says, read all at once."""
+        vocab, size = self._vocab, 256
+        buffer = ctypes.create_string_buffer(size)
+        piece, text_of = llama_cpp.llama_token_to_piece, ctypes.string_at
+        lengths = (piece(vocab, token, buffer, size, 0, False) for token in range(self.n_vocab))
+        return [
+            text_of(buffer, n) if n >= 0 else self.piece(token) for token, n in enumerate(lengths)
+        ]
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text, as SentencePiece's do."""
+        tokens = self.tokenize("a", add_special=False, parse_special=False)
+        return b"".join(map(self.piece, tokens)) == b" a"
+
+    @property
+    def end_of_turn(self) -> int:
+        """The token with which the model ends its turn of a chat; EOS if it has none."""
+        token = int(llama_cpp.llama_vocab_eot(self._vocab))
+        return token if token >= 0 else self.eos
+
     def token_text(self, token: int) -> bytes:
         """The token as the vocabulary spells it, before any decoding to bytes."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
@@ -201,7 +225,12 @@ class Model:
         """Whether the file marks this id as padding that stands for no text."""
         return self._has_attribute(token, llama_cpp.LLAMA_TOKEN_ATTR_UNUSED)
 
-    def _is_byte(self, token: int) -> bool:
+    def is_control(self, token: int) -> bool:
+        """Whether the token is a mark such as BOS or the beginning of a turn, and no text."""
+        return self._has_attribute(token, llama_cpp.LLAMA_TOKEN_ATTR_CONTROL)
+
+    def is_byte(self, token: int) -> bool:
+        """Whether it is SentencePiece's token of a byte, for characters that are no token."""
         return self._has_attribute(token, llama_cpp.LLAMA_TOKEN_ATTR_BYTE)
 
     def _has_attribute(self, token: int, attribute: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ def write_llama(
     sharpness: float = 1.0,
     context: int = 8192,
     weight_type: GGMLQuantizationType = F32,
+    rows: Sequence[int] | None = None,
 ) -> Path:
     """Write a model with a head for each 16 channels, and a key and value head for every two.
 
@@ -45,13 +46,15 @@ def write_llama(
         sharpness: A factor on all logits.
         context: The context length it claims to be trained for.
         weight_type: The type of the matrices.
+        rows: For each token the id of which it has the embedding and the output weights; by default its
+            own. So models of different vocabularies can agree.
     """
     weights = Weights(seed, width, noise)
     for layer in range(layers):
         weights.norm(f"blk.{layer}.attn_norm")
         weights.attention(layer)
         weights.feed_forward(layer)
-    weights.ends(vocabulary, biases=biases, sharpness=sharpness)
+    weights.ends(vocabulary, biases=biases, sharpness=sharpness, rows=rows)
     output = weights.tensors["output.weight"]
     if negated:
         output *= -1

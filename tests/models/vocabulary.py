@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gguf import TokenType
@@ -59,6 +59,37 @@ class Vocabulary:
             types=self.types + (TokenType.UNUSED,) * len(extra),
             scores=self.scores and self.scores + (-1000.0,) * len(extra),
         )
+
+    def reordered(self, order: Sequence[int]) -> Vocabulary:
+        """Take the tokens of these ids only, in this order; BOS, EOS and EOT must be among them."""
+        return replace(
+            self,
+            texts=tuple(self.texts[token] for token in order),
+            types=tuple(self.types[token] for token in order),
+            scores=self.scores and tuple(self.scores[token] for token in order),
+            bos=order.index(self.bos),
+            eos=order.index(self.eos),
+            eot=None if self.eot is None else order.index(self.eot),
+        )
+
+    def meaning(self, token: int) -> bytes | str:
+        """The bytes that the token adds to a text, or the name of one that adds none."""
+        text, kind = self.texts[token], self.types[token]
+        if kind == BYTE:
+            return bytes.fromhex(text[3:5])
+        if kind != NORMAL:
+            return text
+        if self.model == "llama":
+            return text.replace("▁", " ").encode()
+        return bytes(_BYTE_CHARACTERS.index(character) for character in text)
+
+    def rows_like(self, other: Vocabulary) -> list[int]:
+        """For each token the id that ``other`` has for its meaning, or one that no small vocabulary has.
+
+        Given to a writer as ``rows``, a model is a draft for one of the other vocabulary.
+        """
+        ids = {other.meaning(token): token for token in reversed(range(len(other)))}
+        return [ids.get(self.meaning(token), 1000 + token) for token in range(len(self))]
 
     def spelled(self, token: int, text: str) -> Vocabulary:
         """Give one token another text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -102,19 +102,23 @@ class Weights:
         *,
         biases: Mapping[int, float] | None = None,
         sharpness: float = 1.0,
+        rows: Sequence[int] | None = None,
     ) -> None:
         """Add the embedding and the output matrix.
 
-        ``biases`` are, roughly, added to the logits of tokens: by default -6 to control tokens.
+        ``biases`` are, roughly, added to the logits of tokens: by default -6 to control tokens. ``rows``
+        says which of the seed's rows each token has, by default that of its id.
         """
-        embedding = gaussian(self.seed, "token_embd", len(vocabulary), self.width, noise=self.noise)
-        embedding *= fall(self.width)
+        rows = range(len(vocabulary)) if rows is None else rows
+        embedding = gaussian(self.seed, "token_embd", max(rows) + 1, self.width, noise=self.noise)
+        embedding = embedding[list(rows)] * fall(self.width)
         embedding[:, 0] = CONSTANT
         self.tensors["token_embd.weight"] = embedding
         self.norm("output_norm")
-        self.matrix("output", len(vocabulary), self.width, OUTPUT * sharpness)
+        self.matrix("output", max(rows) + 1, self.width, OUTPUT * sharpness)
+        output = self.tensors["output.weight"][list(rows)]
         if biases is None:
             biases = dict.fromkeys(vocabulary.controls, -6.0)
         # After the last norm the first channel is about 1 in every context.
-        rows = [biases.get(token, 0.0) for token in range(len(vocabulary))]
-        self.tensors["output.weight"][:, 0] = rows
+        output[:, 0] = [biases.get(token, 0.0) for token in range(len(vocabulary))]
+        self.tensors["output.weight"] = output
