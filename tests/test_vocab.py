@@ -44,18 +44,8 @@ def controls(vocabulary: Vocabulary, *names: str) -> Vocabulary:
 
 def text_twins(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
     """Draft's id of each target's that adds the same bytes, worked out from the files' spelling."""
-    ids: list[dict[bytes, int]] = []
-    for vocabulary in (target, draft):
-        ranked = sorted(
-            range(len(vocabulary)), key=lambda i: (vocabulary.types[i] == TokenType.BYTE, i)
-        )
-        first: dict[bytes, int] = {}
-        for token in ranked:
-            meaning = vocabulary.meaning(token)
-            if isinstance(meaning, bytes):
-                first.setdefault(meaning, token)
-        ids.append(first)
-    return {ids[0][text]: ids[1][text] for text in ids[0] if text in ids[1]}
+    ids, twins = target.ids_of_meanings(), draft.ids_of_meanings()
+    return {ids[text]: twins[text] for text in ids if isinstance(text, bytes) and text in twins}
 
 
 @st.composite

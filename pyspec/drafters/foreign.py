@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pyspec.drafters import Proposal
 from pyspec.errors import NoTokenError
-from pyspec.llama import Context, Model
+from pyspec.llama import Context, Logits, Model
 from pyspec.sampling import Sampler
 from pyspec.vocab import SharedTokens, Speller
 
@@ -44,7 +44,7 @@ class ForeignDrafter:
         self.shared = SharedTokens(target, context.model)
         self._text = Retelling(target, context.model, self.shared)
         self._cells = list[int]()  # the tokens that the cache holds
-        self._logits: npt.NDArray[np.float32] = np.full(target.n_vocab, -np.inf, np.float32)
+        self._logits: Logits = np.full(target.n_vocab, -np.inf, np.float32)
         self._q: npt.NDArray[np.float32] = np.zeros((0, target.n_vocab), np.float32)
 
     def room(self, ids: Sequence[int]) -> int:
@@ -64,19 +64,23 @@ class ForeignDrafter:
         self._reserve(gamma)
         # What follows a text is known from an evaluation of its last token.
         self._keep(len(self._text.tokens) - 1)
-        tokens, shared = list[int](), self.shared
+        tokens = list[int]()
         for index in range(gamma):
             self._evaluate(n_logits=1)
-            q = self._q[index]
-            self._logits[shared.target_ids] = self.context.logits(-1)[shared.draft_ids]
+            q, logits = self._q[index], self._in_targets_ids(self.context.logits(-1))
             try:
-                sampler.distribution(self._logits, [*ids, *tokens], q, source="draft")
+                sampler.distribution(logits, [*ids, *tokens], q, source="draft")
             except NoTokenError:
                 break  # The request forbids every shared token, but perhaps not all of the target's.
             token = sampler.draw_draft(q, round_=round_, index=index, position=len(ids) + index)
             tokens.append(token)
             self._text.append(token)
         return Proposal(tokens, list(self._q[: len(tokens)]))
+
+    def _in_targets_ids(self, logits: Logits) -> Logits:
+        """[n_vocab of the target] of the draft's row of logits; valid until the next."""
+        self._logits[self.shared.target_ids] = logits[self.shared.draft_ids]
+        return self._logits
 
     def _follow(self, ids: Sequence[int]) -> None:
         """Have the text be that of ids, and the cache a beginning of it."""
@@ -219,6 +223,8 @@ class Retelling:
         """How many tokens cannot change with what follows them: up to where the last word begins."""
         for n in range(self._n_spelled, self._n_beginning, -1):
             place = self._end(n)
+            if place == self._end(n - 1):
+                continue  # The token is the space that a tokenizer puts before a text.
             before, after = self._text[place - 1 : place], self._text[place : place + 1]
             if self._begins(place) or (after == b" " and not before.isspace()):
                 return n

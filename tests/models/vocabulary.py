@@ -83,12 +83,17 @@ class Vocabulary:
             return text.replace("▁", " ").encode()
         return bytes(_BYTE_CHARACTERS.index(character) for character in text)
 
+    def ids_of_meanings(self) -> dict[bytes | str, int]:
+        """The token of each meaning: of several the first that is no byte's."""
+        order = sorted(range(len(self)), key=lambda token: (self.types[token] == BYTE, token))
+        return {self.meaning(token): token for token in reversed(order)}
+
     def rows_like(self, other: Vocabulary) -> list[int]:
         """For each token the id that ``other`` has for its meaning, or one that no small vocabulary has.
 
         Given to a writer as ``rows``, a model is a draft for one of the other vocabulary.
         """
-        ids = {other.meaning(token): token for token in reversed(range(len(other)))}
+        ids = other.ids_of_meanings()
         return [ids.get(self.meaning(token), 1000 + token) for token in range(len(self))]
 
     def spelled(self, token: int, text: str) -> Vocabulary:
