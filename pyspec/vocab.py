@@ -105,13 +105,15 @@ class SharedTokens:
         target_ids: [n] ids of the target that have a twin, rising.
         draft_ids: [n] their twins.
         to_draft: [n_vocab of the target] each id's twin, or -1.
+        speller: Spells texts in the draft's tokens.
 
     Raises:
         VocabularyMismatchError: They share next to nothing.
     """
 
     def __init__(self, target: Model, draft: Model) -> None:
-        ids, twins = _ids_of_texts(target), _ids_of_texts(draft)
+        self.speller = Speller(draft)
+        ids, twins = _ids_of_texts(target), self.speller.ids
         pairs = [(ids[text], twins[text]) for text in ids.keys() & twins.keys()]
         if len(pairs) < _LEAST_SHARED * min(len(ids), len(twins)):
             raise VocabularyMismatchError(
@@ -181,12 +183,15 @@ class Speller:
 
     Args:
         model: Whose tokens to use.
+
+    Attributes:
+        ids: The token of each text that one adds.
     """
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._ids = _ids_of_texts(model)
-        self._longest = max(map(len, self._ids), default=0)
+        self.ids = _ids_of_texts(model)
+        self._longest = max(map(len, self.ids), default=0)
 
     def spell(self, text: bytes, *, begins: bool) -> tuple[list[int], list[int]]:
         """Tokens of a text.
@@ -234,9 +239,9 @@ class Speller:
         ids, ends, at = list[int](), list[int](), 0
         while at < len(text):
             fitting = range(min(self._longest, len(text) - at), 0, -1)
-            length = next((n for n in fitting if text[at : at + n] in self._ids), 0)
+            length = next((n for n in fitting if text[at : at + n] in self.ids), 0)
             if length:
-                ids.append(self._ids[text[at : at + length]])
+                ids.append(self.ids[text[at : at + length]])
                 ends.append(at + length)
             at += max(1, length)
         return ids, ends

@@ -16,7 +16,7 @@ from pyspec.drafters import Proposal
 from pyspec.errors import NoTokenError
 from pyspec.llama import Context, Logits, Model
 from pyspec.sampling import Sampler
-from pyspec.vocab import SharedTokens, Speller
+from pyspec.vocab import SharedTokens
 
 # Tokens before new text that may be spelled anew with it, if no word begins among them.
 _SEAM = 8
@@ -34,15 +34,13 @@ class ForeignDrafter:
     Args:
         context: The draft's own; this drafter closes it.
         target: The model whose text is wanted.
-
-    Raises:
-        VocabularyMismatchError: The two share next to no tokens.
+        shared: The tokens that the draft shares with it.
     """
 
-    def __init__(self, context: Context, target: Model) -> None:
+    def __init__(self, context: Context, target: Model, shared: SharedTokens) -> None:
         self.context = context
-        self.shared = SharedTokens(target, context.model)
-        self._text = Retelling(target, context.model, self.shared)
+        self.shared = shared
+        self._text = Retelling(target, context.model, shared)
         self._cells = list[int]()  # the tokens that the cache holds
         self._logits: Logits = np.full(target.n_vocab, -np.inf, np.float32)
         self._q: npt.NDArray[np.float32] = np.zeros((0, target.n_vocab), np.float32)
@@ -144,7 +142,7 @@ class Retelling:
     """
 
     def __init__(self, target: Model, draft: Model, shared: SharedTokens) -> None:
-        self._target, self._shared, self._speller = target, shared, Speller(draft)
+        self._target, self._shared = target, shared
         self._ids = list[int]()  # of the target
         self._id_ends = list[int]()  # where in the text each of them ends
         self._text = bytearray()
@@ -241,7 +239,7 @@ class Retelling:
             if place < start:
                 continue
             part = bytes(self._text[start:place])
-            tokens, ends = self._speller.spell(part, begins=self._begins(start))
+            tokens, ends = self._shared.speller.spell(part, begins=self._begins(start))
             self.tokens += tokens
             self._ends += [start + end for end in ends]
             if mark is not None:

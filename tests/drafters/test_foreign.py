@@ -220,7 +220,8 @@ def open_pair(folder: Path, target: str, draft: str, *, n_ctx: int = 512) -> Ite
     )
     with ExitStack() as stack:
         p, q = (stack.enter_context(closing(Model(file))) for file in files)
-        drafter = ForeignDrafter(Context(q, n_ctx=n_ctx, threads=1), p)
+        context = Context(q, n_ctx=n_ctx, threads=1)
+        drafter = ForeignDrafter(context, p, SharedTokens(p, q))
         stack.callback(drafter.close)
         engine = stack.enter_context(Engine(p, drafter, n_ctx=512, threads=1))
         yield Pair(engine, drafter, (a, b), p.tokenize("ab a cab.\nab"))
