@@ -258,7 +258,4 @@ size_t cspec_matmul_activations_size(int32_t type, int64_t n_k, int64_t n_tokens
 void cspec_matmul(int32_t instructions, int32_t type, int64_t n_rows, int64_t n_k, int64_t n_tokens,
                   const void *packed, const float *x, void *activations, float *out, int32_t n_parts);
 
-/* The sum of values [n]: a plain loop over memory, to compare rates of reading with. */
-uint64_t cspec_read(const uint64_t *values, size_t n);
-
 #endif

@@ -1,6 +1,5 @@
 /* A product in panels and tiles, with the kernels of an instruction set. */
 #include "../cspec.h"
-#include "../portable.h"
 #include "matmul.h"
 
 #include <string.h>
@@ -172,13 +171,4 @@ void cspec_matmul(int32_t instructions, int32_t type, int64_t n_rows, int64_t n_
     for (int32_t part = 0; part < n_parts; part++) {
         matmul_multiply(&product, n_panels * part / n_parts, n_panels * (part + 1) / n_parts);
     }
-}
-
-CSPEC_CLONES uint64_t cspec_read(const uint64_t *values, size_t n)
-{
-    uint64_t sum = 0;
-    for (size_t i = 0; i < n; i++) {
-        sum += values[i];
-    }
-    return sum;
 }
