@@ -1,13 +1,13 @@
 """What a pass over several tokens costs, beside stock llama.cpp in the same run.
 
-`python -m bench.pass_cost` prints, for each model and position, the median milliseconds of a pass over 1 to
-16 tokens and its ratio to a pass over one, for pyspec and for stock llama.cpp (at each width the better of its
-two settings of use_extra_bufts). Then for each model: the rate at which weights are read at width 1 and that of
-multiply-adds at width 8, each beside what plain loops reach in the same run (bench/limits.py); the rate of a
-prompt; and what loading takes in time and memory.
+`python -m bench.pass_cost` prints, for each model and position, the median milliseconds of a pass over 1
+to 16 tokens and its ratio to a pass over one, for pyspec and for stock llama.cpp (at each width the better of
+its two settings of use_extra_bufts). Then for each model: the rate at which weights are read at width 1 and
+that of multiply-adds at width 8, each beside what plain loops reach in the same run (bench/limits.py); the
+rate of a prompt; and what loading takes in time and memory.
 
-Every engine runs in a process of its own, and they take turns, a pass of each width at a time: what else the
-machine does meanwhile meets all of them.
+Every engine runs in a process of its own, and they take turns, a pass of each width at a time: what else
+the machine does meanwhile meets all of them.
 
 Without options it measures the whole of SUITE, which takes about a quarter of an hour. MODEL is a file or a
 name of the catalogue; NAME:q4_0 is that model requantised, made when first needed and kept.
