@@ -1,8 +1,8 @@
 /* cspec: the mathematics of speculative decoding over full vocabularies.
  *
  * Every function that Python may call is declared here; cspec/build.py hands this file to cffi as it is.
- * Rows are arrays of n_vocab floats. No function allocates, keeps state or draws a random number of its
- * own: random numbers are arguments, made by cspec_uniform. Sums are accumulated in double.
+ * Rows are arrays of n_vocab floats. No function of distributions and rules allocates, keeps state or draws a
+ * random number of its own: random numbers are arguments, made by cspec_uniform. Sums are accumulated in double.
  */
 #ifndef CSPEC_H
 #define CSPEC_H
@@ -17,6 +17,7 @@ enum {
     CSPEC_NAN = 1,   /* a logit is NaN */
     CSPEC_INF = 2,   /* a logit is +inf: no distribution follows from it */
     CSPEC_EMPTY = 3, /* every logit is -inf: nothing can be drawn */
+    CSPEC_NO_MEMORY = 4,
 };
 
 /* ---- random numbers (random.c) ------------------------------------------------------------------ */
@@ -60,6 +61,11 @@ typedef struct {
 int cspec_probabilities(const float *logits, float *probs, size_t n_vocab, const cspec_sampling *sampling,
                         const int32_t *seen_ids, const int32_t *seen_counts, size_t n_seen,
                         const int32_t *bias_ids, const float *bias, size_t n_bias);
+
+/* The probability of one id at temperature 1, with nothing else applied; 0 where no distribution follows.
+ *
+ *   logits  [n_vocab] */
+double cspec_softmax_of(const float *logits, size_t n_vocab, int32_t id);
 
 /* ---- verification (verify.c) ----------------------------------------------------------------------
  *
@@ -112,6 +118,49 @@ int32_t cspec_coupled_choice(const float *p, size_t n_vocab, uint64_t seed, uint
  * token is accepted where it is that choice. What is emitted depends on the target and the seed alone. */
 int32_t cspec_verify_coupled(const float *const *p, const int32_t *drafted, int32_t gamma, size_t n_vocab,
                              uint64_t seed, uint64_t position, int32_t *token);
+
+/* ---- suffix index (ngram.c) -----------------------------------------------------------------------
+ *
+ * Where the last tokens of a text occurred before, and what followed them. The text holds ids >= 0 and separators
+ * < 0, which match nothing and are never proposed. */
+
+typedef struct cspec_ngram cspec_ngram;
+
+/* An index over an empty text, or null if there is not enough memory. max_match: in tokens, from 1 to 2^20; longer
+ * matches count as this long. */
+cspec_ngram *cspec_ngram_new(int32_t max_match);
+
+/* index may be null. */
+void cspec_ngram_free(cspec_ngram *index);
+
+/* Adds tokens [n] to the text, each in at most max_match steps and at most two nodes of memory. On
+ * CSPEC_NO_MEMORY it has the first of them, as many as cspec_ngram_length says. */
+int cspec_ngram_push(cspec_ngram *index, const int32_t *tokens, size_t n);
+
+/* Tokens and separators of the text. */
+size_t cspec_ngram_length(const cspec_ngram *index);
+
+/* Bytes that it holds. */
+size_t cspec_ngram_bytes(const cspec_ngram *index);
+
+/* Cuts the text to its first length tokens. The index is built again in the memory that it has, which takes as
+ * long as pushing them did. */
+void cspec_ngram_truncate(cspec_ngram *index, size_t length);
+
+/* Proposes what may follow tail, which need not be the end of the text. Each token is the one that followed the
+ * most recent occurrence of the longest end, of at most max_match tokens, of tail and the tokens proposed before
+ * it that any token followed; none is proposed where that is shorter than min_match.
+ *
+ *   tail      [n_tail]
+ *   tokens    [n] out
+ *   matches   [n] out, the length of that end
+ *   followed  [n] out, how often it was followed by this token, and
+ *   totals    [n] out, by any
+ *
+ * Returns how many are proposed. */
+int32_t cspec_ngram_continue(const cspec_ngram *index, const int32_t *tail, size_t n_tail, int32_t n,
+                             int32_t min_match, int32_t *tokens, int32_t *matches, int32_t *followed,
+                             int32_t *totals);
 
 /* ---- abort (abort.c) ------------------------------------------------------------------------------ */
 

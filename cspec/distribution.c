@@ -325,3 +325,8 @@ int cspec_probabilities(const float *logits, float *probs, size_t n_vocab, const
     normalise(probs, n_vocab, largest, temperature);
     return CSPEC_OK;
 }
+
+double cspec_softmax_of(const float *logits, size_t n_vocab, int32_t id) {
+    const float largest = largest_of(logits, n_vocab);
+    return isfinite(largest) ? exp((double)logits[id] - largest) / mass_of(logits, n_vocab, largest) : 0.0;
+}

@@ -272,7 +272,7 @@ class Sampler:
     def verify(
         self,
         p: Sequence[Probabilities],
-        q: Sequence[Probabilities],
+        q: Sequence[Probabilities | None],
         drafted: Sequence[int],
         *,
         round_: int,
@@ -282,7 +282,7 @@ class Sampler:
 
         Args:
             p: [gamma + 1] rows [n_vocab] of the target.
-            q: [gamma] rows [n_vocab], what each drafted token was drawn from.
+            q: [gamma] rows [n_vocab], what each drafted token was drawn from; None is one-hot at it.
             drafted: [gamma] ids.
             round_: Number of the round in the request.
             position: Absolute position of the first drafted token.
@@ -319,6 +319,14 @@ _VERIFY = {Rule.TOKEN: lib.cspec_verify_token, Rule.BLOCK: lib.cspec_verify_bloc
 _NO_IDS = np.empty(0, np.int32)
 
 
-def _rows(rows: Sequence[Probabilities]) -> object:
-    """A C array of pointers to rows that outlive the call."""
-    return ffi.new("float *[]", [ffi.from_buffer("float[]", row) for row in rows])
+def softmax_of(logits: Probabilities, token: int) -> float:
+    """The probability of a token at temperature 1, with no other transform. logits: [n] float32."""
+    row = ffi.from_buffer("float[]", logits)
+    return float(lib.cspec_softmax_of(row, len(logits), token))
+
+
+def _rows(rows: Sequence[Probabilities | None]) -> object:
+    """A C array of pointers to rows that outlive the call; null for None."""
+    return ffi.new(
+        "float *[]", [ffi.NULL if row is None else ffi.from_buffer("float[]", row) for row in rows]
+    )

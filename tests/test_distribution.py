@@ -30,6 +30,7 @@ import pytest
 from pyspec import bridge
 from pyspec import engine as engine_module
 from pyspec.drafters.model import ModelDrafter
+from pyspec.drafters.ngram import NgramDrafter
 from pyspec.engine import Engine
 from pyspec.sampling import Probabilities, Rule, Sampler, SamplingParams, Verdict
 from tests import mutants, oracle
@@ -150,6 +151,13 @@ def opposite_pair(models: Path) -> Iterator[Pair]:
     yield from open_pair(target, draft)
 
 
+@pytest.fixture(scope="module")
+def copying_pair(models: Path, short_pair: Pair) -> Iterator[Pair]:
+    """The short pair's target with tokens copied from its own text, after single ones too."""
+    with Engine(models / "short.gguf", NgramDrafter(min_match=1), n_ctx=512, threads=1) as engine:
+        yield replace(short_pair, engine=engine)
+
+
 def use(monkeypatch: pytest.MonkeyPatch, pair: Pair, what: type[Sampler | ModelDrafter]) -> None:
     """Have the engine use another sampler or drafter."""
     if issubclass(what, Sampler):
@@ -166,21 +174,30 @@ def use(monkeypatch: pytest.MonkeyPatch, pair: Pair, what: type[Sampler | ModelD
 
 SHORT_PROMPT = (0, 3)
 LONG_PROMPT = (0, 3, 5, 7, 4)
+# From which tokens can be copied.
+REPEATING_PROMPT = (0, 3, 4, 5, 6, 3, 4, 7, 3, 4)
 
 
-def fit_of_short_outputs(pair: Pair, case: Case, *, length: int = 3, n: int = 400) -> float:
+def fit_of_short_outputs(
+    pair: Pair,
+    case: Case,
+    *,
+    prompt: Sequence[int] = SHORT_PROMPT,
+    length: int = 3,
+    n: int = 400,
+) -> float:
     """The p-value of the first tokens of n outputs."""
     # Room for a whole round, so that the first one is not clamped to fewer than gamma.
     requests = case.requests(max_tokens=max(length, case.gamma + 1))
     draws = []
     for request in itertools.islice(requests, n):
         ids: list[int] = []
-        for piece in pair.engine.generate(SHORT_PROMPT, request, rule=case.rule, gamma=case.gamma):
+        for piece in pair.engine.generate(prompt, request, rule=case.rule, gamma=case.gamma):
             ids += [token.id for token in piece.tokens]
             if len(ids) >= length:
                 break
         draws.append(tuple(ids[:length]))
-    outputs = oracle.Enumeration(pair.target, SHORT_PROMPT, ends=(1, 2))
+    outputs = oracle.Enumeration(pair.target, prompt, ends=(1, 2))
     return chi_square(draws, outputs.of_length(length, case.params))
 
 
@@ -290,6 +307,22 @@ def test_a_greedy_draft_is_right_with_a_one_hot_q(
     assert fit_of_short_outputs(short_pair, Case("none", 1.0, 4, rule)) > THRESHOLD
 
 
+COPYING_CASES = [
+    Case("none", 1.0, 1, TOKEN),
+    Case("top-p", 1.5, 3, TOKEN),
+    Case("none", 1.0, 4, BLOCK),
+    Case("frequency", 0.6, 2, BLOCK),
+    Case("all cuts", 1.0, 3, COUPLED),
+]
+
+
+@pytest.mark.parametrize("case", COPYING_CASES, ids=str)
+def test_short_outputs_with_copied_tokens_have_the_targets_frequencies(
+    copying_pair: Pair, case: Case
+) -> None:
+    assert fit_of_short_outputs(copying_pair, case, prompt=REPEATING_PROMPT) > THRESHOLD
+
+
 # ---- and would fail if it were wrong -------------------------------------------------------------------
 
 
@@ -319,6 +352,16 @@ def test_the_check_of_short_outputs_rejects(
     assert case in SHORT_CASES, "the right sampler passes the very same check"
     use(monkeypatch, short_pair, wrong)
     assert fit_of_short_outputs(short_pair, case) < REJECTED
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in COPYING_CASES if case.rule is not COUPLED], ids=str
+)
+def test_the_check_of_copied_tokens_rejects(
+    copying_pair: Pair, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, copying_pair, mutants.ResidualFromTarget)
+    assert fit_of_short_outputs(copying_pair, case, prompt=REPEATING_PROMPT) < REJECTED
 
 
 def test_the_check_of_short_outputs_rejects_one_stream_for_draft_and_residual(
@@ -476,6 +519,26 @@ def test_equal_distributions_accept_everything(rule: Rule) -> None:
     verdicts = rounds(rule, p, p.copy())
     assert all(v.accepted for v in verdicts)
     assert chi_square([v.token for v in verdicts], {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}) > THRESHOLD
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_a_missing_row_is_one_hot_at_the_drafted_token(rule: Rule) -> None:
+    """Verdict for verdict, with drafted tokens of every kind and rows of both kinds in one round."""
+    rng = np.random.default_rng(0)
+    sampler = Sampler(SamplingParams(seed=5), 5, rule)
+    accepted = set()
+    for round_ in range(300):
+        p = list(rng.dirichlet(np.full(5, 0.3), 4).astype(np.float32))
+        drafted = [int(rng.choice(5, p=row / row.sum())) for row in p[:3]]
+        one_hot = list(np.eye(5, dtype=np.float32)[drafted])
+        missing = [None if rng.random() < 0.7 else row for row in one_hot]
+        verdicts = {
+            sampler.verify(p, q, drafted, round_=round_, position=7 * round_)
+            for q in (one_hot, missing, [None] * 3)
+        }
+        assert len(verdicts) == 1
+        accepted.add(verdicts.pop().accepted)
+    assert accepted == {0, 1, 2, 3}
 
 
 # ---- longer ----------------------------------------------------------------------------------------------

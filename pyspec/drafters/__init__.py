@@ -15,12 +15,17 @@ class Proposal:
 
     Attributes:
         tokens: [gamma] ids, every one that was drawn.
-        q: [gamma] rows [n_vocab], the very distribution each token was drawn from; valid until the next
-            proposal.
+        q: [gamma] rows [n_vocab], the very distribution each token was drawn from; None where it could be no
+            other (one-hot). Valid until the next proposal.
+        confidence: [gamma] in 0 to 1, how likely the drafter thinks each token, given those before it. It
+            grows with the probability of acceptance and need not equal it.
+        match_length: Length of the earlier occurrence that the tokens are copied from; 0 if they are not.
     """
 
     tokens: Sequence[int] = ()
-    q: Sequence[Probabilities] = ()
+    q: Sequence[Probabilities | None] = ()
+    confidence: Sequence[float] = ()
+    match_length: int = 0
 
 
 class Drafter(Protocol):

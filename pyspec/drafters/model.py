@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pyspec.drafters import Proposal
 from pyspec.llama import Context
-from pyspec.sampling import Sampler
+from pyspec.sampling import Sampler, softmax_of
 
 
 class ModelDrafter:
@@ -38,22 +38,22 @@ class ModelDrafter:
         self.context.evaluate(ids[self.context.length :])
 
     def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
-        """Draw gamma tokens one after another, feeding each back."""
+        """Draw gamma tokens one after another, feeding each back.
+
+        The confidence is the probability at temperature 1, which says something of a greedy draft too.
+        """
         self._reserve(gamma)
-        context, tokens = self.context, list[int]()
+        context, tokens, confidence = self.context, list[int](), list[float]()
         pending = ids[context.length :]
         for index in range(gamma):
             context.evaluate(pending, n_logits=1)
-            q = self._q[index]
-            sampler.distribution(
-                context.logits(-1)[: self._n_common],
-                [*ids, *tokens],
-                q[: self._n_common],
-                source="draft",
-            )
-            pending = [sampler.draw_draft(q, round_=round_, index=index, position=len(ids) + index)]
+            logits, q = context.logits(-1)[: self._n_common], self._q[index]
+            sampler.distribution(logits, [*ids, *tokens], q[: self._n_common], source="draft")
+            token = sampler.draw_draft(q, round_=round_, index=index, position=len(ids) + index)
+            confidence.append(softmax_of(logits, token))
+            pending = [token]
             tokens += pending
-        return Proposal(tokens, list(self._q[:gamma]))
+        return Proposal(tokens, list(self._q[:gamma]), confidence)
 
     def _reserve(self, gamma: int) -> None:
         if len(self._q) < gamma:

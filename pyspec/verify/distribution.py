@@ -31,7 +31,7 @@ class _ResidualFromTarget(Sampler):
     def verify(
         self,
         p: Sequence[Probabilities],
-        q: Sequence[Probabilities],
+        q: Sequence[Probabilities | None],
         drafted: Sequence[int],
         *,
         round_: int,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pyspec.drafters import Drafter, Proposal
 from pyspec.engine import MAX_WIDTH, Engine
@@ -38,10 +37,8 @@ class RandomDrafter:
 
     def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:  # noqa: ARG002
         """Draw gamma tokens, each with a one-hot q: whichever came, it was certain to come."""
-        tokens = self._random.integers(0, self._n_vocab, gamma)
-        q: npt.NDArray[np.float32] = np.zeros((gamma, self._n_vocab), np.float32)
-        q[np.arange(gamma), tokens] = 1
-        return Proposal(tokens.tolist(), list(q))
+        tokens: list[int] = self._random.integers(0, self._n_vocab, gamma).tolist()
+        return Proposal(tokens, [None] * gamma, [1 / self._n_vocab] * gamma)
 
     def roll_back(self, length: int) -> None:
         """It holds nothing."""

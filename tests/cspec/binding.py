@@ -57,6 +57,10 @@ def probabilities(logits: npt.ArrayLike, **settings: Any) -> Row:
     return out
 
 
+def softmax_of(logits: Row, token: int) -> float:
+    return lib.cspec_softmax_of(floats(logits), len(logits), token)
+
+
 class Round:
     """The rows and drafted ids of one round, ready for the rules. A q row may be None."""
 

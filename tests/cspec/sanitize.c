@@ -70,6 +70,8 @@ static void check_probabilities(size_t n_vocab) {
         sum += probs[i];
     }
     assert(status != CSPEC_OK || fabs(sum - 1.0) < 1e-6);
+    const double share = cspec_softmax_of(logits, n_vocab, pick((int)n_vocab));
+    assert(share >= 0.0 && share <= 1.0);
     free(logits);
     free(probs);
 }

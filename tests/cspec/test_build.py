@@ -32,8 +32,21 @@ def test_compiles_without_a_warning(compiler, source, tmp_path):
     compile_c(compiler, "-Werror", "-c", source, "-o", tmp_path / "object.o")
 
 
+# Programs that call every function of some sources, with what else they need.
+WATCHED = {
+    "sanitize.c": [*SAMPLER, "-lm"],
+    "sanitize_ngram.c": [
+        ROOT / "cspec/ngram.c",
+        ROOT / "cspec/random.c",
+        "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc",
+    ],
+}
+
+
 @needs_cc
-def test_sanitizers_find_nothing(tmp_path):
+@pytest.mark.skipif(platform.system() != "Linux", reason="names GNU's linker options")
+@pytest.mark.parametrize("source", WATCHED)
+def test_sanitizers_find_nothing(source, tmp_path):
     sanitizers = "-fsanitize=address,undefined,float-cast-overflow"
     program = tmp_path / "sanitize"
     options = [
@@ -44,7 +57,8 @@ def test_sanitizers_find_nothing(tmp_path):
         "-fno-sanitize-recover=all",
         "-UNDEBUG",
     ]
-    compile_c("cc", *options, ROOT / "tests/cspec/sanitize.c", *SAMPLER, "-lm", "-o", program)
+    watched = ROOT / "tests/cspec" / source
+    compile_c("cc", *options, watched, *WATCHED[source], "-o", program)
     result = subprocess.run([program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr[-4000:]
 

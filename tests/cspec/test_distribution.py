@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pyspec._cspec import lib
 
-from tests.cspec.binding import OFF, probabilities, raw_probabilities
+from tests.cspec.binding import OFF, probabilities, raw_probabilities, softmax_of
 
 FLT_MIN = float(np.finfo(np.float32).tiny)
 INF = math.inf
@@ -331,3 +331,20 @@ def test_a_cut_within_rounding_of_the_threshold_is_off_by_no_more_than_that():
         for ulps in range(-40, 41):
             kept = np.count_nonzero(probabilities(row, top_p=share * (1 + ulps * 2**-52)))
             assert 480 < kept < 520
+
+
+# ---- one id's probability -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_vocab", [1, 63, 64, 1000])
+def test_the_probability_of_one_id_is_the_softmaxs(n_vocab):
+    logits = np.random.default_rng(n_vocab).normal(0, 6, n_vocab).astype(np.float32)
+    logits[n_vocab // 2] = -INF if n_vocab > 1 else 0
+    for token in {0, n_vocab // 2, n_vocab - 1, int(logits.argmax())}:
+        # Each term is a float.
+        assert softmax_of(logits, token) == pytest.approx(softmax(logits)[token], rel=1e-6)
+
+
+@pytest.mark.parametrize("logit", [INF, -INF, math.nan])
+def test_no_id_is_probable_where_no_distribution_follows(logit):
+    assert softmax_of(np.array([logit, -INF], np.float32), 0) == 0

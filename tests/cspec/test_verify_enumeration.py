@@ -27,6 +27,8 @@ SHAPES = [
     *[(seed, n_vocab, 1) for n_vocab in (4, 5) for seed in range(4)],
     *[(seed, n_vocab, 2) for n_vocab in (4, 5) for seed in range(4)],
     *[(seed, n_vocab, 3) for n_vocab in (4, 5) for seed in range(4)],
+    # Copied tokens: no row of the draft is there at all.
+    *[(seed, n_vocab, 3, ("no q",)) for n_vocab in (2, 3) for seed in range(6)],
 ]
 REFERENCES = {"token": token_outcomes, "block": block_outcomes}
 
