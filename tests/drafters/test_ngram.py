@@ -35,18 +35,19 @@ def written(
 
 def test_a_proposal_follows_the_longest_match_and_says_how_long_it_is() -> None:
     proposal = NgramDrafter().propose(PROMPT, 4, SAMPLER, round_=0)
-    # (5, 6, 3, 4) occurred once before, and (7, 8, 3, 4) followed.
+    # (3, 4, 5, 6, 3, 4) occurred once before, and (7, 8, 3, 4) followed.
     assert proposal.tokens == [7, 8, 3, 4]
     assert proposal.q == [None] * 4
-    assert proposal.match_length == 4
+    assert proposal.match_length == 6
     # Nothing but a single place speaks for each token, with a match that is one longer each time.
-    assert proposal.confidence == pytest.approx([1 / (1 + 2.5 / m) for m in (4, 5, 6, 7)])
+    assert proposal.confidence == pytest.approx([1 / (1 + 2.5 / m) for m in (6, 7, 8, 9)])
 
 
 def test_confidence_is_less_where_the_context_went_on_otherwise() -> None:
     _, [certain], _ = NgramDrafter().peek([1, 2, 3, 1, 2, 3, 1, 2], 1)
     _, [contested], _ = NgramDrafter().peek([9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2], 1)
-    assert 0 < contested == pytest.approx(1 / (2 + 2.5 / 2)) < certain < 1
+    assert contested == pytest.approx(1 / (2 + 2.5 / 2))
+    assert 0 < contested < certain < 1
 
 
 def test_nothing_is_proposed_where_nothing_repeats() -> None:
