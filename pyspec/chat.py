@@ -33,7 +33,13 @@ def _strftime_now(format_: str) -> str:
     return datetime.datetime.now().strftime(format_)
 
 
-def render(model: Model, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+def render(
+    model: Model,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
     """The prompt that a conversation is to this model.
 
     The template comes from the model's file, so it runs sandboxed: it sees the conversation and nothing
@@ -42,6 +48,7 @@ def render(model: Model, messages: Sequence[Message], *, add_generation_prompt: 
     Args:
         model: Whose template to use.
         messages: Each with "role" and "content", oldest first.
+        tools: Functions that the model may call, as OpenAI's API describes them; None for none.
         add_generation_prompt: End with the beginning of the assistant's turn.
 
     Raises:
@@ -65,6 +72,8 @@ def render(model: Model, messages: Sequence[Message], *, add_generation_prompt: 
     try:
         return template.render(
             messages=messages,
+            # Templates ask whether it is none, as transformers always passes it.
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             bos_token=_text(model, model.bos),
             eos_token=_text(model, model.eos),
@@ -84,9 +93,22 @@ def _does_not_work(model: Model, error: Exception) -> ModelError:
     )
 
 
-def prompt_ids(model: Model, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's turn. Raises as render does."""
-    text = render(model, messages)
+def prompt_ids(
+    model: Model,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    begun: str = "",
+) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's turn. Raises as render does.
+
+    Args:
+        model: Whose template and vocabulary to use.
+        messages: As for render.
+        tools: As for render.
+        begun: How the assistant's answer begins, for the model to go on from.
+    """
+    text = render(model, messages, tools=tools) + begun
     bos = _text(model, model.bos)
     if model.adds_bos and bos:
         # The tokenizer adds it as well, and a model must not see it twice.
