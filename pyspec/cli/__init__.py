@@ -17,6 +17,7 @@ from pyspec.errors import PyspecError, UsageError
 COMMANDS = {
     "generate": "pyspec.cli.generate",
     "models": "pyspec.cli.models",
+    "serve": "pyspec.cli.serve",
     "tune": "pyspec.cli.tune",
     "verify": "pyspec.cli.verify",
 }

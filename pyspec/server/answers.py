@@ -24,6 +24,7 @@ from pyspec.server.schemas import (
     Extra,
     FinishReason,
     MadeToolCall,
+    PromptDetails,
     TokenLogprob,
     ToolCallFunction,
     TopLogprob,
@@ -70,19 +71,25 @@ class _Envelope:
             "system_fingerprint": "pyspec",
         }
         self._prompt_tokens = sum(map(len, plan.prompts))
-        self._completion_tokens = 0
+        self._completion_tokens = self._cached_tokens = 0
         self._show_usage = show_usage
 
     def count(self, statistics: Statistics) -> None:
         self._completion_tokens += statistics.completion_tokens
+        self._cached_tokens += statistics.cached_tokens
 
     def of_chunk(self) -> dict[str, Any]:
         return {**self._fields, "usage": None} if self._show_usage else self._fields
 
     def with_usage(self) -> dict[str, Any]:
         prompt, completion = self._prompt_tokens, self._completion_tokens
+        # Of several answers to a prompt, all but the first find it evaluated.
+        cached = min(prompt, self._cached_tokens)
         usage = Usage(
-            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached),
         )
         return {**self._fields, "usage": usage}
 

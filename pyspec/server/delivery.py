@@ -68,7 +68,7 @@ class Delivery:
         unfinished = len(self._jobs)
         while unfinished:
             index, event = await self._events.get()
-            if isinstance(event, Exception):
+            if isinstance(event, BaseException):
                 raise event
             unfinished -= event.statistics is not None
             yield index, event

@@ -82,7 +82,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: object) -> ApiErr
         errors: As pydantic lists them, with "loc", "msg" and "type".
         body: What was validated.
     """
-    located = [(_path(error["loc"], body), error) for error in errors]
+    located = [(_path(_location(error), body), error) for error in errors]
     path, error = max(located, key=lambda pair: len(pair[0]))
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     param = param.removeprefix(".")
@@ -100,6 +100,14 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: object) -> ApiErr
 
 
 _CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
+
+
+def _location(error: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Where the error is: of alternatives that a field tells apart, at that field."""
+    location: tuple[str | int, ...] = error["loc"]
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return (*location, error["ctx"]["discriminator"].strip("'"))
+    return location
 
 
 def _path(location: Sequence[str | int], body: object) -> list[str | int]:

@@ -111,7 +111,7 @@ class Preparer:
             self._engine.target.tokenize(prompt) if isinstance(prompt, str) else prompt
             for prompt in _prompts(request.prompt)
         ]
-        for ids in prompts:
+        for ids in prompts or [[]]:
             self._check_length(ids, "prompt")
         return self._plan(request, prompts, params)
 
@@ -244,7 +244,7 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
         return [prompt]
     if prompt and isinstance(prompt[0], int):
         return [[token for token in prompt if isinstance(token, int)]]
-    return [item for item in prompt if not isinstance(item, int)] or [""]
+    return [item for item in prompt if not isinstance(item, int)]
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from types import FrameType
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pyspec.engine import Engine
@@ -75,20 +76,25 @@ def run(
         on_start: Called when requests are taken.
     """
     with Scheduler(engine, max_waiting=settings.max_waiting) as scheduler:
-        config = uvicorn.Config(
-            create_app(scheduler, settings),
-            http=_Protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=_MAX_CONNECTIONS,
-            timeout_graceful_shutdown=int(settings.grace) + _CLOSING,
-            h11_max_incomplete_event_size=_MAX_HEADERS,
-        )
+        config = configuration(create_app(scheduler, settings), settings.grace)
         _Server(config, scheduler, settings.grace, on_start).run([listener])
+
+
+def configuration(app: ASGIApp, grace: float) -> uvicorn.Config:
+    """How uvicorn is to run the application, whose answers get `grace` seconds at the end."""
+    return uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=int(grace) + _CLOSING,
+        h11_max_incomplete_event_size=_MAX_HEADERS,
+    )
 
 
 class _Protocol(H11Protocol):

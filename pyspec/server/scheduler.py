@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from pyspec.engine import Engine, Generation
+from pyspec.engine import Engine
+from pyspec.generation import Generation
 from pyspec.output import Piece
 from pyspec.sampling import Rule, SamplingParams
 from pyspec.server.errors import ApiError, busy
@@ -22,7 +23,7 @@ from pyspec.server.errors import ApiError, busy
 log = logging.getLogger("pyspec.server")
 
 # What comes of an answer: its pieces, or why there are no more.
-Event = Piece | Exception
+Event = Piece | BaseException
 
 
 @dataclass(eq=False)
@@ -224,7 +225,7 @@ class Scheduler:
                 self._end(job)
             job.deliver(piece)
 
-    def _end(self, job: Job, error: Exception | None = None) -> None:
+    def _end(self, job: Job, error: BaseException | None = None) -> None:
         """Free a job's slot, and tell the client why if that is not its own doing."""
         self._running.pop(job).close()
         if error is not None:

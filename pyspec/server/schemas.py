@@ -356,12 +356,19 @@ class Error(_Response):
     error: ErrorDetail
 
 
+class PromptDetails(_Response):
+    """What of the prompts was evaluated before."""
+
+    cached_tokens: int
+
+
 class Usage(_Response):
     """Tokens of a request; the prompt of several answers counts once."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class WrittenToken(_Response):

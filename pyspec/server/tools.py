@@ -42,6 +42,7 @@ class ToolCallParser:
     def __init__(self, names: Collection[str], begun: str = "") -> None:
         self._names = names
         self._text = begun
+        self._after_call = False
         self.n_calls = 0
 
     def push(self, text: str) -> tuple[str, list[Call]]:
@@ -49,6 +50,10 @@ class ToolCallParser:
         self._text += text
         content, calls = "", list[Call]()
         while True:
+            if self._after_call:
+                # The line break after a call belongs to the call.
+                self._text = self._text.lstrip()
+                self._after_call = not self._text
             before, opened, inside = self._text.partition(OPEN)
             if not opened:
                 held = _possible_tag(before)
@@ -61,8 +66,7 @@ class ToolCallParser:
                 self._text = OPEN + inside
                 break
             content += self._take(body, calls, OPEN + body + CLOSE)
-            # The line break after a call belongs to the call.
-            self._text = after.lstrip() if calls else after
+            self._text = after
         return content, calls
 
     def finish(self) -> tuple[str, list[Call]]:
@@ -80,6 +84,7 @@ class ToolCallParser:
             return whole
         calls.append(call)
         self.n_calls += 1
+        self._after_call = True
         return ""
 
 

@@ -18,6 +18,7 @@ import uvicorn
 
 from pyspec.engine import Engine
 from pyspec.server.app import create_app
+from pyspec.server.run import configuration
 from pyspec.server.scheduler import Scheduler
 from pyspec.server.settings import Settings
 
@@ -32,9 +33,7 @@ def serving(engine: Engine, **settings: Any) -> Iterator[str]:
         Scheduler(engine, max_waiting=chosen.max_waiting) as scheduler,
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
-        app = create_app(scheduler, chosen)
-        config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(configuration(create_app(scheduler, chosen), chosen.grace))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
