@@ -299,7 +299,9 @@ def test_a_second_request_s_headers_are_not_waited_for_either(
     with socket.create_connection((urlsplit(narrow).hostname, urlsplit(narrow).port)) as connection:
         connection.settimeout(60)
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        received = b""
+        while not received.endswith(b"}"):
+            received += connection.recv(65536)
         connection.sendall(b"GET /")
         assert connection.recv(65536) == b""
 
