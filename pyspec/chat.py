@@ -57,7 +57,9 @@ def render(
     """
     source = model.chat_template
     if source is None:
-        raise ModelError(f"{model.name} has no chat template: give the prompt as it is with --raw")
+        raise ModelError(
+            f"{model.name} has no chat template: it continues a text with `pyspec generate --raw`"
+        )
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
@@ -89,7 +91,7 @@ def render(
 def _does_not_work(model: Model, error: Exception) -> ModelError:
     return ModelError(
         f"{model.name}: its chat template does not work: {type(error).__name__}: {error}; "
-        "give the prompt as it is with --raw"
+        "continue a text with `pyspec generate --raw`"
     )
 
 

@@ -15,6 +15,7 @@ from pyspec.errors import PyspecError, UsageError
 
 # Each module has a click command or group called `command`.
 COMMANDS = {
+    "chat": "pyspec.cli.chat",
     "generate": "pyspec.cli.generate",
     "models": "pyspec.cli.models",
     "serve": "pyspec.cli.serve",

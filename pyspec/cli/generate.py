@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import Progress
 
 from pyspec import chat
+from pyspec.cli.answer import coloured, has_colours
 from pyspec.cli.options import debug_option, model_options, sampling_options
 from pyspec.cli.pair import resolve_pair
+from pyspec.cli.progress import prefill_progress
 from pyspec.engine import Engine
 from pyspec.errors import UsageError
 from pyspec.metrics import Statistics
-from pyspec.output import Piece, Source
+from pyspec.output import Piece
 from pyspec.sampling import Rule, SamplingParams
 
 
@@ -110,7 +109,7 @@ def command(
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         ids = text if raw else chat.prompt_ids(engine.target, messages)
-        with _prefill_progress(console) as on_prefill:
+        with prefill_progress(console) as on_prefill:
             pieces = engine.generate(ids, params, rule=Rule(rule), on_prefill=on_prefill)
             first = next(pieces)
         statistics = _stream(chain([first], pieces), show_drafts)
@@ -139,18 +138,6 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-@contextmanager
-def _prefill_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar while the prompt is evaluated, on a terminal, gone when the text begins."""
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading the prompt", total=None)
-
-        def update(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        yield update
-
-
 def _stream(pieces: Iterable[Piece], show_drafts: bool) -> Statistics:
     """Print each piece as it comes, and return the statistics, which the last one brings."""
     out = sys.stdout
@@ -158,12 +145,11 @@ def _stream(pieces: Iterable[Piece], show_drafts: bool) -> Statistics:
         # A terminal that cannot show a character shows a replacement, and the text goes on.
         out.reconfigure(errors="replace")
     terminal = out.isatty()
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    coloured = show_drafts and terminal and not plain
+    drafts_in_colour = show_drafts and has_colours(out)
     ends_line, statistics = True, Statistics()
     for piece in pieces:
         if piece.text:
-            out.write(_coloured(piece) if coloured else piece.text)
+            out.write(coloured(piece) if drafts_in_colour else piece.text)
             out.flush()
             ends_line = piece.text.endswith("\n")
         statistics = piece.statistics or statistics
@@ -171,13 +157,6 @@ def _stream(pieces: Iterable[Piece], show_drafts: bool) -> Statistics:
         out.write("\n")
         out.flush()
     return statistics
-
-
-def _coloured(piece: Piece) -> str:
-    return "".join(
-        click.style(token.text, fg="green") if token.source is Source.DRAFT else token.text
-        for token in piece.tokens
-    )
 
 
 def _as_text(statistics: Statistics) -> str:

@@ -1,14 +1,32 @@
-"""How a download or a check shows on stderr: bars on a terminal, else a line for each."""
+"""How what takes long shows on stderr: bars on a terminal, else a line for each transfer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import click
 
 from pyspec.catalogue import Progress, format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextmanager
+def prefill_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar while the prompt is evaluated, on a terminal, gone when the text begins."""
+    from rich.progress import Progress as Bars
+
+    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("reading the prompt", total=None)
+
+        def update(done: int, total: int) -> None:
+            bars.update(task, completed=done, total=total)
+
+        yield update
 
 
 @contextmanager
