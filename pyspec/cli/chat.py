@@ -421,7 +421,8 @@ def _line(statistics: Statistics) -> str:
         parts.append(f"{s.tokens_per_round:.1f} a round")
     if s.acceptance_rate is not None:
         parts.append(f"{s.acceptance_rate:.0%} of drafts accepted")
-    parts.append(f"prompt of {s.prompt_tokens}")
+    kept = f" ({s.cached_tokens} kept)" if s.cached_tokens else ""
+    parts.append(f"prompt of {s.prompt_tokens}{kept}")
     if s.ttft_s is not None:
         parts.append(f"first text after {s.ttft_s:.2f} s")
     return ", ".join(parts)
