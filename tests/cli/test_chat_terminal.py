@@ -20,7 +20,7 @@ from tests.models import all_bytes, write_llama
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Terminal:
@@ -181,7 +181,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(
 def test_a_window_that_changes_its_width_loses_nothing(
     terminal: Callable[..., Terminal], pair: list[str | Path]
 ) -> None:
-    session = terminal(*pair, "-n", "400", "--seed", "1")
+    session = terminal(*pair, "-n", "1500", "--seed", "1")
     session.press("hi", "Enter")
     for columns in (50, 100, 30, 80):
         session.resize(columns)
