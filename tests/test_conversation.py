@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyspec.chat import prompt_ids
@@ -124,12 +124,14 @@ def test_a_message_that_is_too_long_is_refused_with_both_sizes(model: Model) -> 
 # ---- files ------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(conversations())
 def test_a_conversation_survives_its_json(conversation: Conversation) -> None:
     text = json.dumps(conversation.as_dict())
     assert Conversation.from_dict(json.loads(text)) == conversation
 
 
+@settings(deadline=None)
 @given(conversations(), conversations())
 def test_a_conversation_survives_its_file(
     tmp_path_factory: pytest.TempPathFactory, first: Conversation, second: Conversation

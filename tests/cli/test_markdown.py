@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -74,6 +74,7 @@ PARTS = (
 MARKDOWN = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)
 
 
+@settings(deadline=None)
 @given(MARKDOWN, st.data(), st.integers(1, 60))
 @example(SAMPLE, None, 40)
 def test_the_same_is_shown_however_the_text_is_cut(
@@ -86,6 +87,7 @@ def test_the_same_is_shown_however_the_text_is_cut(
         assert joined_styles(shown([text[:cut], text[cut:]], width=width, styled=True)) == whole
 
 
+@settings(deadline=None)
 @given(MARKDOWN, st.integers(1, 60))
 @example(SAMPLE, 40)
 @example(SAMPLE, 14)
@@ -96,6 +98,7 @@ def test_no_word_is_lost_or_shown_twice(text: str, width: int) -> None:
     assert letters(shown(list(text), width=width)) == letters(text)
 
 
+@settings(deadline=None)
 @given(MARKDOWN.filter(lambda text: "|" not in text), st.integers(1, 60))
 def test_words_stay_in_order(text: str, width: int) -> None:
     def letters(text: str) -> list[str]:
@@ -104,6 +107,7 @@ def test_words_stay_in_order(text: str, width: int) -> None:
     assert letters(shown(list(text), width=width)) == letters(text)
 
 
+@settings(deadline=None)
 @given(st.text("ab (,.中文、é", max_size=200).map(str.strip), st.integers(4, 60))
 def test_lines_are_broken_between_words_where_they_fit(text: str, width: int) -> None:
     words = set(re.findall(r"[^ 中文]+", text))
