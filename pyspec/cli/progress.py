@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 @contextmanager
 def prefill_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
     """A bar while the prompt is evaluated, on a terminal, gone when the text begins."""
-    from rich.progress import Progress as Bars
+    from rich import progress
 
-    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("reading the prompt", total=None)
+    # Short: of a line that a narrower window has broken, only the last part would be taken away again.
+    columns = (
+        progress.TextColumn("reading"),
+        progress.BarColumn(bar_width=10),
+        progress.TaskProgressColumn(),
+    )
+    off = not console.is_terminal
+    with progress.Progress(*columns, console=console, transient=True, disable=off) as bars:
+        task = bars.add_task("", total=None)
 
         def update(done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
