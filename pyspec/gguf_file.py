@@ -59,6 +59,9 @@ class GgufInfo:
     parameters: int
     file_type: str | None  # the quantisation's name, such as Q4_K_M
     tensor_types: dict[str, int]  # how many tensors are of each type
+    bytes_read: (
+        int  # by a pass over one token: all weights, the embedding only if it is the output too
+    )
     context_length: int | None
     vocabulary_size: int | None
     tokenizer: str | None
@@ -111,6 +114,7 @@ def inspect_gguf(path: Path) -> GgufInfo:
             tensor_types=dict(
                 Counter(_tensor_type_name(tensor.type) for tensor in header.tensors).most_common()
             ),
+            bytes_read=header.bytes_read(),
             context_length=header.integer(f"{architecture}.context_length"),
             vocabulary_size=tokens.count if isinstance(tokens, _Array) else None,
             tokenizer=header.text("tokenizer.ggml.model"),
@@ -132,6 +136,7 @@ class _Array:
 
 @dataclass(frozen=True)
 class _Tensor:
+    name: str
     shape: tuple[int, ...]
     type: int
     offset: int  # from the beginning of the tensors' data
@@ -180,6 +185,14 @@ class _Header:
         return max(
             (self.data_start + tensor.offset + tensor.bytes() for tensor in self.tensors),
             default=0,
+        )
+
+    def bytes_read(self) -> int:
+        has_output = any(tensor.name == "output.weight" for tensor in self.tensors)
+        return sum(
+            tensor.bytes()
+            for tensor in self.tensors
+            if not (has_output and tensor.name == "token_embd.weight")
         )
 
     def integer(self, key: str) -> int | None:
@@ -248,12 +261,12 @@ class _Header:
         return array
 
     def _tensor(self) -> _Tensor:
-        self._string()  # its name
+        name = self._string()
         dimensions = self._number(_UINT32)
         if dimensions > MAX_DIMENSIONS:
             raise _HeaderError(f"is damaged: a tensor has {dimensions} dimensions")
         shape = tuple(self._number(_UINT64) for _ in range(dimensions))
-        return _Tensor(shape, type=self._number(_UINT32), offset=self._number(_UINT64))
+        return _Tensor(name, shape, type=self._number(_UINT32), offset=self._number(_UINT64))
 
 
 @contextmanager

@@ -37,6 +37,8 @@ def test_agrees_with_the_reader_of_the_gguf_package(tmp_path: Path, vocabulary: 
     assert info.tensor_types == {name: names.count(name) for name in set(names)}
     assert "Q4_0" in info.tensor_types
     assert info.bytes == path.stat().st_size
+    embedding = next(t.n_bytes for t in reader.tensors if t.name == "token_embd.weight")
+    assert info.bytes_read == sum(tensor.n_bytes for tensor in reader.tensors) - int(embedding)
 
 
 def test_every_beginning_of_a_file_is_refused(tiny_draft: Path, tmp_path: Path) -> None:

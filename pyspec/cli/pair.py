@@ -9,6 +9,7 @@ import click
 from pyspec.catalogue import format_size, load_catalogue, models_folder, resolve
 from pyspec.cli.progress import transfer_progress
 from pyspec.download import is_offline
+from pyspec.squeeze import preferred_draft
 
 
 def resolve_pair(
@@ -17,7 +18,8 @@ def resolve_pair(
     """Find both files, fetching what the cache lacks after saying what that is.
 
     Without a model it is the catalogue's default target. Without a draft it is the one that the catalogue
-    pairs with the target; a target that is not in the catalogue has none.
+    pairs with the target; a target that is not in the catalogue has none. A squeezed copy of the draft goes
+    before the draft itself.
     """
     catalogue = load_catalogue()
     known = {entry.name: entry for entry in catalogue.models}
@@ -35,4 +37,4 @@ def resolve_pair(
         click.echo(f"fetching {named} into {models_folder()}", err=True)
     with transfer_progress() as progress:
         files = [resolve(spec, progress=progress) for spec in specs]
-    return files[0], files[1] if draft is not None else None
+    return files[0], preferred_draft(*files) if draft is not None else None

@@ -15,7 +15,7 @@ from pyspec import chat
 from pyspec.cli.options import debug_option, pair_options
 from pyspec.cli.pair import resolve_pair
 from pyspec.cli.progress import step_bars
-from pyspec.cli.prompt_files import prompts_option, read_prompts
+from pyspec.cli.prompt_files import measurement_options, read_prompts
 from pyspec.errors import UsageError
 from pyspec.llama import Model
 from pyspec.sampling import Rule, SamplingParams
@@ -24,31 +24,7 @@ from pyspec.tune import PROMPTS, Report, Setup, tune
 
 @click.command(name="tune")
 @pair_options
-@prompts_option
-@click.option(
-    "--temp",
-    "temperature",
-    type=float,
-    default=SamplingParams().temperature,
-    show_default=True,
-    help="Temperature of the texts; 0 is greedy.",
-)
-@click.option(
-    "-n",
-    "--tokens",
-    type=click.IntRange(2),
-    default=64,
-    show_default=True,
-    help="Length of a text.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**64 - 1),
-    default=0,
-    show_default=True,
-    help="What all random numbers are made from.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all figures.")
+@measurement_options
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),

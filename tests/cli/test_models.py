@@ -11,8 +11,10 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
+from pyspec import squeeze
 from pyspec.catalogue import load_catalogue, models_folder
 from pyspec.cli import cli
+from pyspec.cli.pair import resolve_pair
 from pyspec.errors import ModelError, UsageError
 from tests.models import CHATML, all_bytes, write_llama
 
@@ -154,3 +156,56 @@ def test_every_command_and_option_has_help() -> None:
         assert command.help
         for parameter in command.params:
             assert not isinstance(parameter, click.Option) or parameter.help
+
+
+# ---- squeeze -----------------------------------------------------------------------------------------
+
+
+def test_squeeze_and_undo(
+    chat_target: Path, chat_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("ab cd\n")
+    monkeypatch.setattr(squeeze, "VARIANTS", (("q4_0", "q4_0"),))
+    # On a model this small copies are no faster, so the times are given.
+    monkeypatch.setattr(
+        squeeze,
+        "measure_costs",
+        lambda setup, widths, **_: {
+            0: 0.5 if setup.draft.path == chat_draft else 0.1,
+            **dict.fromkeys(widths, 1.0),
+        },
+    )
+    pair = ("squeeze", str(chat_draft), "--for", str(chat_target))
+    settings = ("--prompts", str(prompts), "-n", "8", "--threads", "1", "--temp", "1")
+    header, first, second, explanation, kept = run(*pair, *settings).stdout.splitlines()
+    copy = squeeze.squeezed_path(chat_target, chat_draft)
+    assert header.split("\t") == [
+        "weights",
+        "reads",
+        "a step",
+        "accepted",
+        "per accepted token",
+        "speed-up",
+    ]
+    assert first.split("\t")[0] == "q4_0, output q4_0"
+    assert first.split("\t")[2] == "0.10"
+    assert second.split("\t")[0] == "as it is"
+    assert "share of a plain pass" in explanation
+    assert kept == f"kept: {copy}"
+    assert resolve_pair(str(chat_target), str(chat_draft), no_draft=False) == (chat_target, copy)
+
+    report = json.loads(run(*pair, *settings, "--json").stdout)
+    assert (report["draft"], report["kept"]) == (str(chat_draft), str(copy))
+    assert [variant["path"] for variant in report["variants"]] == [str(copy), str(chat_draft)]
+    assert report["variants"][0]["bytes_read"] < report["variants"][1]["bytes_read"]
+
+    assert run(*pair, "--undo").exit_code == 0
+    assert resolve_pair(str(chat_target), str(chat_draft), no_draft=False)[1] == chat_draft
+
+
+def test_squeeze_needs_to_know_the_target(chat_draft: Path) -> None:
+    with pytest.raises(UsageError, match=r"which target does .* draft for"):
+        run("squeeze", str(chat_draft))
+    with pytest.raises(ModelError, match=r"qwen2\.5-coder-1\.5b is not downloaded"):
+        run("squeeze", "qwen2.5-coder-0.5b")
