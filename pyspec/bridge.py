@@ -126,6 +126,22 @@ def _attach_kernels(wanted: int) -> KernelStatus:
     return KernelStatus(INSTRUCTIONS[found] if found else "", why)
 
 
+def notice() -> str | None:
+    """What a user should know who did not ask for it, in one line: what is not attached, and what follows.
+
+    None when everything is, or when PYSPEC_KERNELS=off was the user's wish.
+    """
+    status, kernels = attach(), attach_kernels()
+    if not status.attached:
+        return (
+            f"llama.cpp runs without pyspec's bridge ({status.reason}): checking several tokens "
+            "costs more, and a draft may change greedy text"
+        )
+    if not kernels.instructions and os.environ.get("PYSPEC_KERNELS") != "off":
+        return f"no kernels ({kernels.reason}): checking several tokens costs more"
+    return None
+
+
 @contextmanager
 def packed_weights() -> Iterator[bool]:
     """While it lasts, models load their weights in the kernels' layout, if the kernels are attached.

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from pyspec import chat
+from pyspec import bridge, chat
 from pyspec.cli.answer import coloured, has_colours
 from pyspec.cli.options import debug_option, model_options, sampling_options
 from pyspec.cli.pair import resolve_pair
@@ -104,6 +104,8 @@ def command(
             threads=threads,
             draft_threads=draft_threads,
         )
+    if notice := bridge.notice():
+        click.echo(f"pyspec: {notice}", err=True)
     with engine:
         messages = [{"role": "user", "content": text}]
         if system is not None:

@@ -521,3 +521,37 @@ def test_shell_completion_knows_commands_and_models() -> None:
 
     assert "plain,generate" in complete("pyspec gen", 1)
     assert "plain,smollm2-135m" in complete("pyspec generate --model smol", 3)
+
+
+OTHER_VERSION = """
+import sys
+import llama_cpp
+llama_cpp.__version__ = "0.3.37"
+from pyspec.cli import main
+main()
+"""
+
+
+def test_without_the_bridge_it_says_so_once_and_works(chat_target: Path, chat_draft: Path) -> None:
+    arguments = ["generate", "-m", str(chat_target), "-d", str(chat_draft), "--temp", "0"]
+    arguments += ["-n", "20", "hi"]
+    off = pyspec(*arguments, PYSPEC_BRIDGE="off")
+    other = subprocess.run(
+        [sys.executable, "-c", OTHER_VERSION, *arguments], capture_output=True, check=False
+    )
+    expected = (
+        "pyspec: llama.cpp runs without pyspec's bridge ({}): checking several tokens costs more, "
+        "and a draft may change greedy text\n"
+    )
+    assert (off.returncode, other.returncode) == (0, 0)
+    assert off.stderr.decode() == expected.format("PYSPEC_BRIDGE=off")
+    assert other.stderr.decode() == expected.format("llama-cpp-python is 0.3.37, not 0.3.36")
+    assert off.stdout == other.stdout != b""
+
+
+def test_kernels_that_were_turned_off_are_not_mentioned(chat_target: Path) -> None:
+    run = pyspec("generate", "-m", chat_target, "-n", "5", "hi", PYSPEC_KERNELS="off")
+    assert (run.returncode, run.stderr) == (0, b"")
+    run = pyspec("generate", "-m", chat_target, "-n", "5", "hi", PYSPEC_KERNELS="sse")
+    assert run.returncode == 0
+    assert run.stderr.startswith(b"pyspec: no kernels (PYSPEC_KERNELS is none of off, c, avx2")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 from pyspec._cspec import ffi, lib
+
+from pyspec import _cspec
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -205,6 +210,17 @@ def test_bits_do_not_depend_on_the_way(kind: Type) -> None:
 
 
 @TYPES
+def test_nor_at_any_width_to_64_and_any_number_of_threads_to_64(kind: Type) -> None:
+    n_rows, n_k = 37, 256  # three panels: most threads have none
+    product = Product(kind, n_rows, n_k, random_weights(kind, n_rows, n_k))
+    x = random_tokens(64, n_k)
+    one_by_one = np.concatenate([product(x[t : t + 1], PLAIN) for t in range(len(x))])
+    for n in range(1, 65):
+        assert bits(product(x[:n])) == bits(one_by_one[:n])
+        assert bits(product(x[:5], parts=n)) == bits(one_by_one[:5])
+
+
+@TYPES
 def test_bits_do_not_depend_on_a_tokens_place(kind: Type) -> None:
     product = Product(kind, 16, 256, random_weights(kind, 16, 256))
     x = random_tokens(11, 256)
@@ -241,6 +257,117 @@ def test_what_is_not_covered() -> None:
     assert lib.cspec_matmul_packed_size(Type.F32, 16, 256) == 0
     assert lib.cspec_matmul_packed_size(Type.Q4_K, 16, 128) == 0
     assert lib.cspec_matmul_packed_size(Type.Q4_K, 0, 256) == 0
+
+
+# ---- what only ggml passes ---------------------------------------------------------------------------
+
+# The functions beneath those for Python, which take some of the panels and tokens with strides.
+inner = ctypes.CDLL(_cspec.__file__)
+inner.matmul_find_type.restype = ctypes.c_void_p
+inner.matmul_panel_size.restype = ctypes.c_size_t
+
+
+class _Tokens(ctypes.Structure):
+    """struct matmul_tokens"""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 3),
+        ("stride", ctypes.c_size_t * 3),
+    ]
+
+
+class _Product(ctypes.Structure):
+    """struct matmul_product"""
+
+    _fields_ = [
+        ("type", ctypes.c_void_p),
+        ("level", ctypes.c_int32),
+        ("n_rows", ctypes.c_int64),
+        ("n_k", ctypes.c_int64),
+        ("n_tokens", ctypes.c_int64),
+        ("panels", ctypes.c_void_p),
+        ("activations", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("stride", ctypes.c_size_t),
+    ]
+
+
+def quantised_activations(kind: Type, x: Floats) -> Bytes:
+    """Of tokens [a, b, c, n_k] with any strides but the last."""
+    n_k = x.shape[-1]
+    n_tokens = math.prod(x.shape[:-1])
+    tokens = _Tokens(
+        x.ctypes.data,
+        (ctypes.c_int64 * 3)(*x.shape[2::-1]),
+        (ctypes.c_size_t * 3)(*x.strides[2::-1]),
+    )
+    out = aligned(lib.cspec_matmul_activations_size(kind, n_k, n_tokens))
+    n_blocks = n_k // block_size(kind)
+    inner.matmul_quantise(
+        ctypes.c_void_p(inner.matmul_find_type(int(kind))),
+        ctypes.c_int64(n_blocks),
+        ctypes.byref(tokens),
+        ctypes.c_int64(n_tokens),
+        ctypes.c_void_p(out.ctypes.data),
+        ctypes.c_int64(0),
+        ctypes.c_int64(n_blocks),
+    )
+    return out
+
+
+@TYPES
+def test_views_and_strides(kind: Type) -> None:
+    whole = random_tokens(2 * 3 * 5, 2 * 512).reshape(2, 5, 3, 2 * 512)
+    views = {
+        "part of each row": whole[..., 256:768],
+        "every other token": whole[:, ::2, :, :512],
+        "permuted": whole.transpose(0, 2, 1, 3)[..., :512],
+        "repeated": np.broadcast_to(whole[:1, :, :, :512], (2, 5, 3, 512)),
+    }
+    for name, view in views.items():
+        expected = quantised_activations(kind, np.ascontiguousarray(view))
+        assert bits(quantised_activations(kind, view)) == bits(expected), name
+    different = quantised_activations(kind, np.ascontiguousarray(views["part of each row"]))
+    assert bits(different) != bits(quantised_activations(kind, whole[..., :512]))
+
+
+@pytest.mark.skipif(sys.maxsize < 1 << 32, reason="no address space for it")
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_K, Type.F16], ids=lambda kind: kind.name)
+def test_offsets_past_4_gib(kind: Type) -> None:
+    # Both tensors are address space without memory but for the last panel, of which a few rows exist.
+    n_k, last_rows = 1 << 15, 5
+    block, size = (32, 64) if kind in FLOATS else GGML_QUANT_SIZES[kind]
+    row_size = n_k // block * size
+    n_panels = (9 << 29) // (16 * row_size)
+    n_rows = 16 * n_panels + last_rows
+    found = ctypes.c_void_p(inner.matmul_find_type(int(kind)))
+    panel_size = inner.matmul_panel_size(found, ctypes.c_int64(n_k // block_size(kind)))
+    few = random_weights(kind, last_rows, n_k)
+    with mmap.mmap(-1, n_rows * row_size) as rows, mmap.mmap(-1, (n_panels + 1) * panel_size) as to:
+        rows[-few.nbytes :] = few.tobytes()
+        start_of = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (rows, to)]
+        last = (ctypes.c_int64(n_panels), ctypes.c_int64(n_panels + 1))
+        shape = (ctypes.c_int64(n_rows), ctypes.c_int64(n_k))
+        inner.matmul_pack(found, *shape, *map(ctypes.c_void_p, start_of), *last)
+        x = random_tokens(9, n_k)
+        activations = quantised_activations(kind, x[None, None])
+        out = np.zeros((len(x), n_rows), np.float32)
+        product = _Product(
+            found,
+            BEST,
+            n_rows,
+            n_k,
+            len(x),
+            start_of[1],
+            activations.ctypes.data,
+            out.ctypes.data,
+            n_rows,
+        )
+        inner.matmul_multiply(ctypes.byref(product), *last)
+        expected = Product(kind, last_rows, n_k, few)(x)
+        assert bits(out[:, -last_rows:]) == bits(expected)
+        assert not out[:, :-last_rows].any()
 
 
 # ---- extremes ----------------------------------------------------------------------------------------
