@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,30 +23,60 @@ _LEAST_SHARED = 0.1
 # A character of Unicode's private use, which tokenizers do not join with its neighbours.
 _ANCHOR = "\ue000"
 
-Ids = npt.NDArray[np.int32]
+# Of the type that numpy indexes with: another one is converted each time.
+Ids = npt.NDArray[np.intp]
+
+log = logging.getLogger("pyspec.vocab")
+
+
+def shared_tokens(target: Model, draft: Model) -> SharedTokens | None:
+    """What a draft of another vocabulary shares with the target; None if the vocabulary is the same.
+
+    Raises:
+        VocabularyMismatchError: They share next to nothing.
+    """
+    reason = difference(target, draft)
+    if reason is None:
+        return None
+    shared = SharedTokens(target, draft)
+    log.debug(
+        "%s drafts for %s through the %d tokens that both have: %s",
+        *(draft.name, target.name, len(shared), reason),
+    )
+    return shared
 
 
 def check_same_vocabulary(target: Model, draft: Model) -> None:
-    """Refuse a draft whose token ids do not mean what the target's mean, as llama.cpp judges it.
+    """Refuse a draft of another vocabulary.
+
+    Raises:
+        VocabularyMismatchError: It names the first difference.
+    """
+    reason = difference(target, draft)
+    if reason is not None:
+        raise VocabularyMismatchError(f"{draft.name} cannot draft for {target.name}: {reason}")
+
+
+def difference(target: Model, draft: Model) -> str | None:
+    """Why a draft's token ids do not mean what the target's mean, as llama.cpp judges it; None if they do.
 
     Sizes may differ by padding: ids that the file marks unused, or no more ids than llama.cpp allows.
 
-    Raises:
-        VocabularyMismatchError: It names both sizes, or the first id that differs with both texts.
+    Returns:
+        Both kinds or sizes, or the first id that differs with both texts.
     """
-    names = f"{draft.name} cannot draft for {target.name}"
     if target.vocab_type != draft.vocab_type:
-        raise VocabularyMismatchError(
-            f"{names}: their tokenizers are of different kinds "
-            f"({draft.vocab_type} and {target.vocab_type} in llama.cpp's numbering)"
+        return (
+            f"their tokenizers are of different kinds ({target.vocab_type} and {draft.vocab_type} in "
+            "llama.cpp's numbering)"
         )
     for special, adds, ids in (
         ("BOS", (target.adds_bos, draft.adds_bos), (target.bos, draft.bos)),
         ("EOS", (target.adds_eos, draft.adds_eos), (target.eos, draft.eos)),
     ):
         if adds[0] != adds[1] or (adds[0] and ids[0] != ids[1]):
-            raise VocabularyMismatchError(
-                f"{names}: the target {'adds' if adds[0] else 'does not add'} {special} (id {ids[0]}), "
+            return (
+                f"the target {'adds' if adds[0] else 'does not add'} {special} (id {ids[0]}), "
                 f"the draft {'adds' if adds[1] else 'does not add'} it (id {ids[1]})"
             )
     common = min(target.n_vocab, draft.n_vocab)
@@ -53,16 +84,13 @@ def check_same_vocabulary(target: Model, draft: Model) -> None:
     if larger.n_vocab - common > _SIZE_DIFFERENCE and not all(
         larger.is_unused(token) for token in range(common, larger.n_vocab)
     ):
-        raise VocabularyMismatchError(
-            f"{names}: its vocabulary has {draft.n_vocab} tokens, the target's {target.n_vocab}"
-        )
+        return f"its vocabulary has {draft.n_vocab} tokens, the target's {target.n_vocab}"
     for token in range(_FIRST_COMPARED, common):
         texts = target.token_text(token), draft.token_text(token)
         if texts[0] != texts[1]:
             shown = [text.decode("utf-8", "replace") for text in texts]
-            raise VocabularyMismatchError(
-                f"{names}: token {token} is {shown[0]!r} in the target and {shown[1]!r} in the draft"
-            )
+            return f"token {token} is {shown[0]!r} in the target and {shown[1]!r} in the draft"
+    return None
 
 
 class TokenDecoder:
@@ -122,10 +150,10 @@ class SharedTokens:
             )
         pairs += _pairs_of_controls(target, draft)
         pairs.sort()
-        both = np.array(pairs, np.int32).reshape(-1, 2)
+        both = np.array(pairs, np.intp).reshape(-1, 2)
         self.target_ids: Ids = np.ascontiguousarray(both[:, 0])
         self.draft_ids: Ids = np.ascontiguousarray(both[:, 1])
-        self.to_draft: Ids = np.full(target.n_vocab, -1, np.int32)
+        self.to_draft: Ids = np.full(target.n_vocab, -1, np.intp)
         self.to_draft[self.target_ids] = self.draft_ids
 
     def __len__(self) -> int:

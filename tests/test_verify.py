@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,6 +292,17 @@ def test_ids_that_the_draft_lacks_are_not_shown_to_it(tiny_draft: Path, tmp_path
     assert all(result.passed for result in results if result.check == "distribution")
     draft.close()
     target.close()
+
+
+def test_a_draft_of_another_vocabulary_is_checked_too(setup: Setup, tmp_path: Path) -> None:
+    tiny = byte_level()
+    other = tiny.reordered([23, 9, 2, 1, 0, *range(3, 9), *range(10, 23)])
+    rows = other.rows_like(tiny)
+    path = write_llama(tmp_path / "d.gguf", other, width=32, layers=1, rows=rows)
+    with closing(Model(path)) as draft:
+        results = list(verify.check_distribution(replace(setup, draft=draft)))
+    assert len(results) == 6
+    assert all(result.passed for result in results)
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 10, 71, 400])

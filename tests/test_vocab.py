@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pyspec.errors import VocabularyMismatchError
 from pyspec.llama import Model
-from pyspec.vocab import SharedTokens, Speller
+from pyspec.vocab import SharedTokens, Speller, difference, shared_tokens
 from tests.models import Vocabulary, all_bytes, byte_level, sentence_piece, write_llama
 
 Load = Callable[[Vocabulary], Model]
@@ -32,6 +32,35 @@ def load(models: Path) -> Iterator[Load]:
     yield write_and_load
     for model in loaded:
         model.close()
+
+
+# ---- one vocabulary or two ----------------------------------------------------------------------------
+
+TINY = byte_level()
+
+
+@pytest.mark.parametrize(
+    ("draft", "reason"),
+    [
+        (TINY, None),
+        (TINY.padded(40), None),
+        (TINY.spelled(9, "x"), "token 9 is '.' in the target and 'x' in the draft"),
+        (
+            sentence_piece(),
+            "their tokenizers are of different kinds (2 and 1 in llama.cpp's numbering)",
+        ),
+        (
+            TINY.padded(300).of_type(TokenType.NORMAL, range(24, 300)),
+            "its vocabulary has 300 tokens, the target's 24",
+        ),
+        (replace(TINY, bos=2), "the target adds BOS (id 0), the draft adds it (id 2)"),
+    ],
+    ids=["same", "padded", "text", "kind", "size", "BOS"],
+)
+def test_the_first_difference_is_named(load: Load, draft: Vocabulary, reason: str | None) -> None:
+    target, other = load(TINY), load(draft)
+    assert difference(target, other) == reason
+    assert (shared_tokens(target, other) is None) == (reason is None)
 
 
 # ---- twins ---------------------------------------------------------------------------------------------
@@ -155,7 +184,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS, begins=st.booleans())
 @pytest.mark.parametrize("kind", [byte_level, all_bytes, sentence_piece])
 def test_tokens_spell_any_bytes_that_have_tokens(

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyspec.drafters import Proposal
+from pyspec.drafters.model import ModelDrafter
 from pyspec.errors import NoTokenError
 from pyspec.llama import Context, Logits, Model
 from pyspec.sampling import Sampler
@@ -117,6 +118,21 @@ class ForeignDrafter:
         self.context.close()
 
 
+def drafter_of(
+    context: Context, target: Model, shared: SharedTokens | None
+) -> ModelDrafter | ForeignDrafter:
+    """The drafter that a draft model is to a target.
+
+    Args:
+        context: The draft's own; the drafter closes it.
+        target: The model whose text is wanted.
+        shared: What their vocabularies share, if it is not all (`vocab.shared_tokens`).
+    """
+    if shared is None:
+        return ModelDrafter(context, target.n_vocab)
+    return ForeignDrafter(context, target, shared)
+
+
 def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning."""
     n = min(len(a), len(b))
@@ -146,10 +162,9 @@ class Retelling:
         self._ids = list[int]()  # of the target
         self._id_ends = list[int]()  # where in the text each of them ends
         self._text = bytearray()
-        self._marks = list[
-            tuple[int, int]
-        ]()  # where a control token stands in the text, and the draft's id
-        beginning = [draft.bos] if draft.adds_bos else []
+        # Where in the text a control token stands, and the draft's id.
+        self._marks = list[tuple[int, int]]()
+        beginning = [draft.bos] if draft.adds_bos and draft.bos >= 0 else []
         self._n_beginning = len(beginning)
         self.tokens = beginning
         self._ends = [0] * len(beginning)  # where in the text each token ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -11,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from pyspec.llama import Context
+from pyspec.drafters import Drafter
+from pyspec.drafters.foreign import drafter_of
+from pyspec.llama import Context, Logits
 from pyspec.sampling import Probabilities, Rule, Sampler, SamplingParams, Verdict
 from pyspec.verify.bits import cover
 from pyspec.verify.setup import Result, Setup
+from pyspec.vocab import shared_tokens
 
 # A right sampler fails one comparison in a million; a broken one must do worse than that.
 SIGNIFICANCE = 1e-6
@@ -64,44 +68,68 @@ _BROKEN: Sequence[tuple[str, type[Sampler]]] = (
 )
 
 
-class _Rows:
+class _Rows(ABC):
     """A model's distributions after a fixed text and some tokens, each evaluated once.
 
     Args:
-        context: Whose cache may hold a beginning of the text.
-        ids: The text.
+        ids: The fixed text, of which the model's cache may hold a beginning.
         n_vocab: Size of the target's vocabulary.
-        source: Whose logits these are, for messages.
     """
 
-    def __init__(self, context: Context, ids: Sequence[int], n_vocab: int, source: str) -> None:
-        self._context, self._ids, self._source = context, ids, source
-        self._sampler = Sampler(_PARAMS, n_vocab)
+    def __init__(self, ids: Sequence[int], n_vocab: int) -> None:
+        self.ids = ids
+        self.sampler = Sampler(_PARAMS, n_vocab)
         self._rows: dict[tuple[int, ...], Probabilities] = {}
 
-    def knows(self, tokens: Sequence[int]) -> bool:
-        """Whether the model has all these ids."""
-        return all(token < self._context.model.n_vocab for token in tokens)
-
     def __call__(self, suffix: Sequence[int] = ()) -> Probabilities:
-        """The distribution of what follows the text and the suffix."""
+        """[n_vocab] of the target: the distribution of what follows the text and the suffix."""
         key = tuple(suffix)
         if key not in self._rows:
-            cover(self._context, self._ids[:-1])
-            self._context.evaluate([self._ids[-1], *key], n_logits=1)
-            history = [*self._ids, *key]
-            self._rows[key] = _distribution(self._sampler, self._context, -1, history, self._source)
+            self._rows[key] = self.evaluated(key)
         return self._rows[key]
 
+    @abstractmethod
+    def evaluated(self, suffix: Sequence[int]) -> Probabilities:
+        """The same, not remembered."""
 
-def _distribution(
-    sampler: Sampler, context: Context, row: int, history: Sequence[int], source: str
-) -> Probabilities:
-    """[n_vocab] of the target; ids that the model lacks have probability 0."""
-    logits = context.logits(row)[: sampler.n_vocab]
-    probabilities: Probabilities = np.zeros(sampler.n_vocab, np.float32)
-    sampler.distribution(logits, history, probabilities[: len(logits)], source=source)
-    return probabilities
+
+class _TargetRows(_Rows):
+    """What the target says."""
+
+    def __init__(self, context: Context, ids: Sequence[int]) -> None:
+        super().__init__(ids, context.model.n_vocab)
+        self._context = context
+
+    def evaluated(self, suffix: Sequence[int]) -> Probabilities:
+        cover(self._context, self.ids[:-1])
+        self._context.evaluate([self.ids[-1], *suffix], n_logits=1)
+        return _distribution(self.sampler, self._context.logits(-1), [*self.ids, *suffix])
+
+
+class _DraftRows(_Rows):
+    """What a draft draws from."""
+
+    def __init__(self, drafter: Drafter, ids: Sequence[int], n_vocab: int) -> None:
+        super().__init__(ids, n_vocab)
+        self._drafter = drafter
+
+    def knows(self, suffix: Sequence[int]) -> bool:
+        """Whether it can draw after the text and the suffix."""
+        self._drafter.roll_back(len(self.ids) - 1)
+        return self._drafter.room([*self.ids, *suffix]) > 0
+
+    def evaluated(self, suffix: Sequence[int]) -> Probabilities:
+        self._drafter.roll_back(len(self.ids) - 1)
+        (q,) = self._drafter.propose([*self.ids, *suffix], 1, self.sampler, round_=0).q
+        assert q is not None, "a model says what it drew from"
+        return q.copy()
+
+
+def _distribution(sampler: Sampler, logits: Logits, history: Sequence[int]) -> Probabilities:
+    """[n_vocab] the target's probabilities of what follows."""
+    p = np.empty_like(logits)
+    sampler.distribution(logits, history, p, source="target")
+    return p
 
 
 @dataclass
@@ -171,18 +199,19 @@ def check_distribution(setup: Setup) -> Iterator[Result]:
     } | {("broken rule", name): broken(_PARAMS, n_vocab) for name, broken in _BROKEN}
     fits = {key: (_Fit(), _Fit()) for key in samplers}
     disagreement = 0.0
+    shared = shared_tokens(setup.target, setup.draft)
     with (
         closing(setup.context(setup.target)) as target,
-        closing(setup.context(setup.draft)) as draft,
+        closing(drafter_of(setup.context(setup.draft), setup.target, shared)) as drafter,
     ):
         prompts = setup.prompt_ids(effort.rounds_gamma + 1, target.n_ctx)[: effort.contexts]
         advance = setup.counter("distributions", len(prompts) * len(samplers))
         for index, prompt in enumerate(prompts):
-            known = [token for token in prompt if token < draft.model.n_vocab]
-            ids, distance = _hardest_beginning(target, draft, known)
+            drafter.clear()
+            known = [token for token in prompt if drafter.room([prompt[0], token]) > 0]
+            ids, distance = _hardest_beginning(target, drafter, known)
             disagreement = max(disagreement, distance)
-            p = _Rows(target, ids, n_vocab, "target")
-            q = _Rows(draft, ids, n_vocab, "draft")
+            p, q = _TargetRows(target, ids), _DraftRows(drafter, ids, n_vocab)
             first, pairs = _exact(p)
             for key, sampler in samplers.items():
                 counts = Counter[tuple[int, int]]()
@@ -199,7 +228,7 @@ def check_distribution(setup: Setup) -> Iterator[Result]:
 
 
 def _hardest_beginning(
-    target: Context, draft: Context, prompt: Sequence[int]
+    target: Context, drafter: Drafter, prompt: Sequence[int]
 ) -> tuple[list[int], float]:
     """Where about half of what is drafted is rejected and the target is uncertain: faults show most there.
 
@@ -209,18 +238,18 @@ def _hardest_beginning(
     n_rows = min(len(prompt), target.n_logits)
     start = len(prompt) - n_rows
     sampler = Sampler(_PARAMS, target.model.n_vocab)
-    for context in (target, draft):
-        context.clear()
-        context.evaluate(prompt[:start])
-        context.evaluate(prompt[start:], n_logits=n_rows)
+    target.clear()
+    target.evaluate(prompt[:start])
+    target.evaluate(prompt[start:], n_logits=n_rows)
+    drafter.clear()
     best, hardest, distance = -1.0, start, 0.0
     for row in range(n_rows):
         history = prompt[: start + row + 1]
-        p, q = (
-            _distribution(sampler, context, row, history, source)
-            for context, source in ((target, "target"), (draft, "draft"))
-        )
-        apart = float(np.abs(p - q).sum()) / 2
+        q = _DraftRows(drafter, history, target.model.n_vocab)
+        if not q.knows(()):
+            continue
+        p = _distribution(sampler, target.logits(row), history)
+        apart = float(np.abs(p - q()).sum()) / 2
         score = 4 * apart * (1 - apart) + 1 - float(p.max())
         if score > best:
             best, hardest, distance = score, start + row, apart
@@ -238,7 +267,9 @@ def _exact(p: _Rows) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
     return first, pairs
 
 
-def _two_tokens(sampler: Sampler, p: _Rows, q: _Rows, gamma: int, position: int) -> tuple[int, int]:
+def _two_tokens(
+    sampler: Sampler, p: _Rows, q: _DraftRows, gamma: int, position: int
+) -> tuple[int, int]:
     """The first two tokens that rounds write after a text of `position` tokens."""
     written: list[int] = []
     for round_ in range(2):

@@ -102,7 +102,7 @@ STEPS = st.lists(
 
 
 @of_every_pair
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(first=st.lists(st.integers(0, 2**16), max_size=12), steps=STEPS, likely=st.booleans())
 def test_the_tokens_spell_the_committed_text(
     retelling: Callable[[str, str], Retelling],
@@ -150,7 +150,7 @@ WORDS = st.sampled_from(
 @pytest.mark.parametrize(
     ("target", "draft"), [("bytes", "sentences"), ("sentences", "bytes"), ("few", "sentences")]
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(words=st.lists(WORDS, max_size=12), sizes=st.lists(st.integers(1, 4), min_size=1))
 def test_the_tokens_are_the_tokenizers_for_the_whole_text(
     loaded: dict[str, Model],

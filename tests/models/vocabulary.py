@@ -60,6 +60,12 @@ class Vocabulary:
             scores=self.scores and self.scores + (-1000.0,) * len(extra),
         )
 
+    def of_type(self, kind: TokenType, tokens: Iterable[int]) -> Vocabulary:
+        """Make some tokens of another type."""
+        changed = set(tokens)
+        types = (kind if i in changed else own for i, own in enumerate(self.types))
+        return replace(self, types=tuple(types))
+
     def reordered(self, order: Sequence[int]) -> Vocabulary:
         """Take the tokens of these ids only, in this order; BOS, EOS and EOT must be among them."""
         return replace(
