@@ -173,12 +173,11 @@ def test_an_engine_that_does_not_roll_back_is_caught(
     assert not any(result.passed for result in results)
 
 
-def test_a_random_drafter_names_what_it_drew_from() -> None:
+def test_a_random_drafter_was_certain_of_what_it_drew() -> None:
     drafter = RandomDrafter(24, seed=1)
     proposal = drafter.propose([0], 6, Sampler(GREEDY, 24), round_=0)
-    assert len(proposal.tokens) == len(proposal.q) == 6
-    for token, q in zip(proposal.tokens, proposal.q, strict=True):
-        assert q[token] == q.sum() == 1
+    assert len(set(proposal.tokens)) > 1
+    assert proposal.q == [None] * len(proposal.tokens) == [None] * 6
 
 
 def test_an_engine_leaves_a_ready_drafter_open(setup: Setup) -> None:
