@@ -212,7 +212,7 @@ class Scheduler:
             pieces = self.engine.step([self._running[job] for job in jobs])
         except Exception as error:
             # A failed pass fails all that shared it; the next request finds free slots.
-            log.exception("a pass failed")
+            log.error("a pass failed: %s", error)
             for job in jobs:
                 self._end(job, error)
             return
