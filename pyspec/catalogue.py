@@ -148,10 +148,15 @@ def format_size(count: int) -> str:
     return f"{count} bytes"
 
 
-def models_folder() -> Path:
-    """Return the folder that fetched models lie in: $PYSPEC_HOME/models, else the user's cache."""
+def cache_folder() -> Path:
+    """Return the folder of all that can be fetched or made again: $PYSPEC_HOME, else in the user's cache."""
     home = os.environ.get("PYSPEC_HOME")
-    return (Path(home).absolute() if home else platformdirs.user_cache_path("pyspec")) / "models"
+    return Path(home).absolute() if home else platformdirs.user_cache_path("pyspec")
+
+
+def models_folder() -> Path:
+    """Return the folder that fetched models lie in."""
+    return cache_folder() / "models"
 
 
 def find_model_file(spec: str) -> ModelFile:

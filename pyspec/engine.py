@@ -8,14 +8,18 @@ pass evaluates it together with the drafted ones. Plain decoding is the same rou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
+from pyspec.costs import CostCurve, measured_costs
 from pyspec.drafters import Drafter
 from pyspec.drafters.model import ModelDrafter
+from pyspec.drafters.ngram import NgramDrafter
 from pyspec.errors import (
     ContextOverflowError,
     LogitsError,
@@ -27,10 +31,14 @@ from pyspec.errors import (
 from pyspec.generation import Generation, Slot
 from pyspec.llama import Context, Model, Part, evaluate_together
 from pyspec.output import Piece
+from pyspec.planner import FixedGamma, Planner
 from pyspec.sampling import Rule, Sampler, SamplingParams
 from pyspec.vocab import check_same_vocabulary
 
-DEFAULT_GAMMA = 4
+Gamma = int | Literal["auto"]
+AUTO: Literal["auto"] = "auto"
+NGRAM = "ngram"
+Draft = Model | str | Path | Drafter
 DEFAULT_CONTEXT = 4096
 # Tokens of the widest target pass after the prefill; gamma is less than this.
 MAX_WIDTH = 32
@@ -51,9 +59,12 @@ class Engine:
 
     Args:
         target: The model whose text is wanted: a loaded Model or a file.
-        draft: A small model of the same vocabulary, or a ready drafter, which stays its owner's to close;
-            None for plain decoding. A ready drafter serves one slot only.
-        gamma: Tokens drafted a round.
+        draft: What to draft with, or several: small models of the same vocabulary, each a loaded Model or a
+            file; "ngram", which copies from where the text's end occurred before; ready drafters, which
+            stay their owner's to close and serve the first slot only. None for plain decoding.
+        gamma: Tokens drafted a round, with the first drafter that has any; or "auto", to choose the drafter
+            and how far it drafts anew in each round, by what passes cost here and what was accepted of late.
+        ngram: With "auto", draft from the text itself too, besides the models.
         n_ctx: Positions of context: prompt and output together. By default 4096, or as many as the target
             was trained for if that is less.
         n_batch: Most tokens of one pass of the prefill.
@@ -71,9 +82,10 @@ class Engine:
     def __init__(
         self,
         target: Model | str | Path,
-        draft: Model | str | Path | Drafter | None = None,
+        draft: Draft | Sequence[Draft] | None = None,
         *,
-        gamma: int = DEFAULT_GAMMA,
+        gamma: Gamma = AUTO,
+        ngram: bool = True,
         n_ctx: int | None = None,
         n_batch: int = 512,
         threads: int | None = None,
@@ -94,12 +106,10 @@ class Engine:
         self.gamma = _checked_gamma(gamma)
         self._owned: list[Model | Context | Drafter] = []
         self._slots: list[Slot] = []
+        self._costs: CostCurve | None = None
+        self.draft: Model | None = None
         try:
             self.target = self._load(target)
-            self.draft: Model | None = None
-            if isinstance(draft, (Model, str, Path)):
-                self.draft = self._load(draft)
-                check_same_vocabulary(self.target, self.draft)
             self.n_ctx = n_ctx or min(DEFAULT_CONTEXT, self.target.n_ctx_train)
             contexts = Context.several(
                 parallel,
@@ -111,42 +121,74 @@ class Engine:
             )
             self._owned += contexts
             self._slots = [Slot(context) for context in contexts]
-            self._check_memory_kinds(draft)
-            if self.draft is not None:
-                draft_contexts = Context.several(
-                    parallel,
-                    self.draft,
-                    n_ctx=draft_ctx or self.n_ctx,
-                    n_batch=n_batch,
-                    threads=draft_threads or threads,
-                )
-                for slot, context in zip(self._slots, draft_contexts, strict=True):
-                    slot.drafter = ModelDrafter(context, self.target.n_vocab)
-                    self._owned.append(slot.drafter)
-            elif draft is not None and not isinstance(draft, (Model, str, Path)):
-                self._slots[0].drafter = draft
+            drafts = _listed(draft)
+            self._check_memory_kind(drafting=bool(drafts))
+            has_models = any(isinstance(draft, (Model, Path, str)) for draft in drafts)
+            if ngram and has_models and self.gamma == AUTO and NGRAM not in drafts:
+                drafts.append(NGRAM)
+            draft_settings = {
+                "n_ctx": draft_ctx or self.n_ctx,
+                "n_batch": n_batch,
+                "threads": draft_threads or threads,
+            }
+            for each in drafts:
+                self._add_drafter(each, draft_settings)
+            if self.gamma == AUTO and drafts:
+                for slot in self._slots:
+                    self._measure(slot)
         except BaseException:
             self.close()
             raise
 
-    def _check_memory_kinds(self, draft: object | None) -> None:
-        """Refuse models of which no drafted token could be taken back."""
-        if self.target.is_recurrent and len(self._slots) > 1:
+    def _check_memory_kind(self, *, drafting: bool) -> None:
+        """Refuse a target of which no drafted token could be taken back."""
+        if self.target.is_recurrent and self.parallel > 1:
             raise ModelError(
                 f"{self.target.name}: its recurrent memory cannot take part in shared passes: "
                 "serve one request at a time"
             )
-        if draft is not None and self._slots[0].context.max_rollback == 0:
+        if drafting and self._slots[0].context.max_rollback == 0:
             raise ModelError(
                 f"{self.target.name}: its recurrent memory cannot roll back rejected tokens: "
                 "run it without a draft (--no-draft)"
             )
+
+    def _add_drafter(self, draft: Draft, settings: Mapping[str, int | None]) -> None:
+        """Give each slot a drafter of its own, or the first slot a ready one."""
+        if draft == NGRAM:
+            for slot in self._slots:
+                slot.drafters.append(NgramDrafter())
+            return
+        if not isinstance(draft, (Model, str, Path)):
+            slot = self._slots[0]
+            slot.drafters.append(draft)
+            slot.reader = slot.reader or draft
+            return
+        model = self._load(draft)
+        self.draft = self.draft or model
+        check_same_vocabulary(self.target, model)
         # A draft evaluates one token at a time, and llama.cpp's snapshots do not reach past a pass.
-        if self.draft is not None and self.draft.is_recurrent:
+        if model.is_recurrent:
             raise ModelError(
-                f"{self.draft.name}: its recurrent memory cannot roll back rejected tokens: "
+                f"{model.name}: its recurrent memory cannot roll back rejected tokens: "
                 "use another draft, or none (--no-draft)"
             )
+        contexts = Context.several(self.parallel, model, **settings)  # type: ignore[arg-type]
+        for slot, context in zip(self._slots, contexts, strict=True):
+            drafter = ModelDrafter(context, self.target.n_vocab)
+            self._owned.append(drafter)
+            slot.drafters.append(drafter)
+            slot.reader = slot.reader or drafter
+
+    def _measure(self, slot: Slot) -> CostCurve:
+        """What the target's passes cost, and each drafter's; a slot's caches may be emptied for it."""
+        if self._costs is None or not slot.measured:
+            slot.forget()
+            self._costs = self._costs or measured_costs(slot.context)
+            for drafter in slot.drafters:
+                drafter.measure()
+            slot.measured = True
+        return self._costs
 
     def _load(self, model: Model | str | Path) -> Model:
         if isinstance(model, Model):
@@ -165,7 +207,7 @@ class Engine:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
-        gamma: int | None = None,
+        gamma: Gamma | None = None,
         rule: Rule | str = Rule.BLOCK,
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> Generation:
@@ -177,7 +219,7 @@ class Engine:
         Args:
             prompt: Text, tokenized with the model's own beginning (such as BOS), or token ids as they are.
             params: Sampling settings; llama.cpp's defaults if None.
-            gamma: Tokens drafted a round, instead of the engine's; 0 decodes plainly.
+            gamma: Tokens drafted a round or "auto", instead of the engine's; 0 decodes plainly.
             rule: How drafted tokens are verified.
             on_prefill: Called with how many of the prompt's tokens are evaluated, and how many there are.
 
@@ -197,11 +239,23 @@ class Engine:
         if not free:
             raise SlotsBusyError(f"{self.parallel} requests are under way, which is all that fit")
         slot = max(free, key=lambda slot: _common(slot.held, ids))
-        cached = self._reuse(slot, ids)
         sampler = Sampler(params, self.target.n_vocab, rule)
-        generation = Generation(slot, ids, sampler, gamma=gamma, on_prefill=on_prefill)
+        planner = self._planner(slot, gamma, sampler)
+        cached = self._reuse(slot, ids)
+        generation = Generation(slot, ids, sampler, planner, on_prefill=on_prefill)
         generation.statistics.cached_tokens = cached
         return generation
+
+    def _planner(self, slot: Slot, gamma: Gamma, sampler: Sampler) -> Planner | FixedGamma:
+        if gamma != AUTO:
+            return FixedGamma(gamma)
+        if not slot.drafters:
+            return FixedGamma(0)
+        costs = self._measure(slot)
+        # What a random number decides depends on what is drafted when: a seed is to write its text again.
+        timeless = sampler.params.temperature > 0 and sampler.rule is not Rule.COUPLED
+        drafts = [drafter.costs for drafter in slot.drafters]
+        return Planner(costs, drafts, observe_time=not timeless)
 
     def _reuse(self, slot: Slot, ids: list[int]) -> int:
         """Have a slot hold as much of the prompt as any does, and nothing else; returns how much that is."""
@@ -243,7 +297,9 @@ class Engine:
 
     def _round(self, generations: Sequence[Generation]) -> dict[Generation, Piece]:
         """A round of each, sharing a pass of the target."""
-        with _timed(generations, "decode_s"):
+        with ExitStack() as timers:
+            for generation in generations:
+                timers.enter_context(generation.statistics.timed("decode_s"))
             contexts = [generation.slot.context for generation in generations]
             # For a moment each sequence needs room for as many tokens as the widest evaluates.
             width = min(context.n_ctx - context.length for context in contexts)
@@ -251,15 +307,16 @@ class Engine:
             parts: dict[Generation, Part] = {}
             for generation in generations:
                 with _ending_alone(generation):
-                    tokens = generation.propose(width - 1)
+                    tokens = generation.propose(width - 1, len(generations))
                     parts[generation] = Part(generation.slot.context, tokens, len(tokens))
+            start = time.perf_counter()
             if parts:
-                with _timed(parts, "verify_s"):
-                    evaluate_together(list(parts.values()))
+                evaluate_together(list(parts.values()))
+            verify_s = time.perf_counter() - start
             pieces: dict[Generation, Piece] = {}
             for generation in parts:
                 with _ending_alone(generation):
-                    pieces[generation] = generation.conclude()
+                    pieces[generation] = generation.conclude(verify_s)
         return pieces
 
     def generate(
@@ -267,7 +324,7 @@ class Engine:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
-        gamma: int | None = None,
+        gamma: Gamma | None = None,
         rule: Rule | str = Rule.BLOCK,
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> Iterator[Piece]:
@@ -344,15 +401,6 @@ class Engine:
 
 
 @contextmanager
-def _timed(generations: Iterable[Generation], name: str) -> Iterator[None]:
-    """Add the time spent inside to the named statistic of each."""
-    with ExitStack() as timers:
-        for generation in generations:
-            timers.enter_context(generation.statistics.timed(name))
-        yield
-
-
-@contextmanager
 def _ending_alone(generation: Generation) -> Iterator[None]:
     """What is wrong with one request's logits ends that one."""
     try:
@@ -373,7 +421,15 @@ def _checked_rule(rule: Rule | str) -> Rule:
         raise UsageError(f"rule must be one of {', '.join(Rule)}, not {rule}") from None
 
 
-def _checked_gamma(gamma: int) -> int:
-    if not 0 <= gamma < MAX_WIDTH:
-        raise UsageError(f"gamma must be from 0 to {MAX_WIDTH - 1}, not {gamma}")
+def _checked_gamma(gamma: Gamma) -> Gamma:
+    if gamma != AUTO and not (isinstance(gamma, int) and 0 <= gamma < MAX_WIDTH):
+        raise UsageError(f"gamma must be auto, or from 0 to {MAX_WIDTH - 1}, not {gamma}")
     return gamma
+
+
+def _listed(draft: Draft | Sequence[Draft] | None) -> list[Draft]:
+    if draft is None:
+        return []
+    if isinstance(draft, Sequence) and not isinstance(draft, str):
+        return list(draft)
+    return [draft]

@@ -12,7 +12,11 @@ from pyspec.errors import PyspecError
 from pyspec.llama import Context, RollbackError
 from pyspec.metrics import Statistics
 from pyspec.output import Output, Piece, Source, Token, with_logprobs
+from pyspec.planner import Candidate, FixedGamma, Plan, Planner, Settled
 from pyspec.sampling import Sampler
+
+# The confidence in the tokens of a drafter that does not state it.
+_UNKNOWN = 0.5
 
 
 @dataclass
@@ -21,15 +25,19 @@ class Slot:
 
     Attributes:
         context: A sequence of the target.
-        drafter: What drafts for it.
-        ids: Tokens of which the target's cache holds the first context.length and the drafter's a beginning.
+        drafters: What drafts for it.
+        reader: The one of them that reads prompts along with the target; others catch up when they are tried.
+        ids: Tokens of which the target's cache holds the first context.length and each drafter's a beginning.
         generation: The request, while there is one.
+        measured: Whether its drafters know their costs.
     """
 
     context: Context
-    drafter: Drafter | None = None
+    drafters: list[Drafter] = field(default_factory=list)
+    reader: Drafter | None = None
     ids: list[int] = field(default_factory=list)
     generation: Generation | None = None
+    measured: bool = False
 
     @property
     def held(self) -> list[int]:
@@ -37,28 +45,28 @@ class Slot:
         return self.ids[: self.context.length]
 
     def keep(self, length: int) -> int:
-        """Roll both caches back to at most `length` positions; returns how many the target's has left."""
+        """Roll all caches back to at most `length` positions; returns how many the target's has left."""
         with suppress(RollbackError):
             self.context.truncate(min(length, self.context.length))
-        if self.drafter is not None:
+        for drafter in self.drafters:
             try:
-                self.drafter.roll_back(min(length, self.context.length))
+                drafter.roll_back(min(length, self.context.length))
             except RollbackError:
-                self.drafter.clear()
+                drafter.clear()
         return self.context.length
 
     def forget(self) -> None:
-        """Empty both caches."""
+        """Empty all caches."""
         self.context.clear()
-        if self.drafter is not None:
-            self.drafter.clear()
+        for drafter in self.drafters:
+            drafter.clear()
         self.ids = []
 
     def take_over(self, other: Slot, length: int) -> None:
         """Copy the first `length` positions of another slot's target cache."""
         self.context.copy_from(other.context, length)
-        if self.drafter is not None:
-            self.drafter.clear()
+        for drafter in self.drafters:
+            drafter.clear()
 
 
 class Generation:
@@ -74,13 +82,13 @@ class Generation:
         slot: Slot,
         ids: list[int],
         sampler: Sampler,
+        planner: Planner | FixedGamma,
         *,
-        gamma: int,
         on_prefill: Callable[[int, int], None] | None,
     ) -> None:
         self.ids = ids
         self.error: BaseException | None = None
-        self.gamma = gamma
+        self._planner = planner
         self.sampler = sampler
         self.statistics = Statistics(prompt_tokens=len(ids), seed=sampler.seed)
         self.started = time.perf_counter()
@@ -92,7 +100,9 @@ class Generation:
         if max_tokens is not None:
             self._n_end = min(self._n_end, len(ids) + max_tokens)
         self._output = Output(slot.context.model, sampler.params.stop)
+        self._plan: Plan = Settled()
         self._proposal = Proposal()
+        self._draft_s = 0.0
         self._slot: Slot | None = slot
         slot.ids, slot.generation = ids, self
 
@@ -145,37 +155,66 @@ class Generation:
         with self.statistics.timed("prefill_s"):
             end = min(context.length + context.n_batch, covered)
             context.evaluate(self.ids[context.length : end])
-            if self.slot.drafter is not None and self.clamped_gamma() > 0:
-                self.slot.drafter.catch_up(self.ids[: context.length])
+            self._read_along()
         if self._on_prefill is not None:
             self._on_prefill(context.length, covered)
 
+    def _read_along(self) -> None:
+        """Have the reader take in what of the prompt the target has, if it is to draft."""
+        reader = self.slot.reader
+        wanted = self._planner.drafts and self._room() > 0
+        if reader is not None and wanted and reader.room(self.ids) > 0:
+            reader.catch_up(self.ids[: self.slot.context.length])
+
     # ---- a round -----------------------------------------------------------------------------------------
 
-    def clamped_gamma(self) -> int:
-        """Tokens to draft: no more than are wanted, than fit in one pass, or than the drafter can."""
-        slot = self.slot
-        if slot.drafter is None:
-            return 0
-        wanted = self._n_end - len(self.ids) - 1
-        limits = wanted, slot.context.n_logits - 1, slot.context.max_rollback
-        return max(0, min(self.gamma, *limits, slot.drafter.room(self.ids)))
+    def _room(self) -> int:
+        """Tokens that may be drafted: no more than are wanted, or than fit in one pass."""
+        context, wanted = self.slot.context, self._n_end - len(self.ids) - 1
+        return max(0, min(wanted, context.n_logits - 1, context.max_rollback))
 
-    def propose(self, most: int) -> Sequence[int]:
-        """Draft at most `most` tokens; the target is to evaluate what is returned."""
-        drafter, gamma = self.slot.drafter, min(most, self.clamped_gamma())
+    def propose(self, most: int, share: int) -> Sequence[int]:
+        """Draft, and return what the target is to evaluate: the pending token and the drafted ones.
+
+        Args:
+            most: Most tokens to draft.
+            share: Requests that share the pass.
+        """
+        slot, start = self.slot, time.perf_counter()
+        room = min(most, self._room())
+        if not self.statistics.rounds:
+            self._read_along()
+        candidates = [self._candidate(drafter, room) for drafter in slot.drafters]
+        self._plan = self._planner.plan(candidates, share)
         self._proposal = Proposal()
-        if drafter is not None and gamma > 0:
-            with self.statistics.timed("draft_s"):
-                self._proposal = drafter.propose(
-                    self.ids, gamma, self.sampler, round_=self.statistics.rounds
-                )
+        if self._plan.source is not None:
+            self._proposal = slot.drafters[self._plan.source].propose(
+                self.ids,
+                self._plan.most,
+                self.sampler,
+                round_=self.statistics.rounds,
+                go_on=self._plan.go_on,
+            )
+        self._draft_s = time.perf_counter() - start
+        self.statistics.draft_s += self._draft_s
         return [self.ids[-1], *self._proposal.tokens]
 
-    def conclude(self) -> Piece:
-        """Verify the proposal with the logits of the pass, commit what stands, and roll back the rest."""
+    def _candidate(self, drafter: Drafter, room: int) -> Candidate:
+        room = min(room, drafter.room(self.ids)) if room > 0 else 0
+        known = drafter.peek(self.ids, room) if room > 0 else None
+        return Candidate(
+            room, drafter.backlog(self.ids), None if known is None else known.confidence
+        )
+
+    def conclude(self, verify_s: float) -> Piece:
+        """Verify the proposal with the logits of the pass, commit what stands, and roll back the rest.
+
+        Args:
+            verify_s: Seconds that the pass took.
+        """
+        self.statistics.verify_s += verify_s
         with self.statistics.timed("sample_s"):
-            shown = self._output.push(emitted := self._verify())
+            shown = self._output.push(emitted := self._verify(verify_s))
             self.ids += [token.id for token in emitted]
             del self.ids[self._n_prompt + self._output.n_tokens :]
             if len(self.ids) >= self._n_end:
@@ -185,6 +224,7 @@ class Generation:
         statistics.completion_tokens = self._output.n_tokens
         if statistics.ttft_s is None and any(token.text for token in shown):
             statistics.ttft_s = time.perf_counter() - self.started
+        statistics.predicted_tokens_per_second = self._planner.predicted_rate
         if reason:
             statistics.finish_reason = reason
             statistics.bit_exact_reason = self.slot.context.bit_exact_reason(
@@ -193,7 +233,7 @@ class Generation:
             self.close()
         return Piece(tuple(shown), statistics if reason else None)
 
-    def _verify(self) -> list[Token]:
+    def _verify(self, verify_s: float) -> list[Token]:
         """Decide on the drafted tokens, and return the accepted ones and the one that follows."""
         context, sampler, q = self.slot.context, self.sampler, self._proposal.q
         drafted = list(self._proposal.tokens)
@@ -206,12 +246,22 @@ class Generation:
         verdict = sampler.verify(
             p, q, drafted, round_=self.statistics.rounds, position=len(self.ids)
         )
-        self.statistics.count_round(len(drafted), verdict.accepted)
+        self._count(len(drafted), verdict.accepted, verify_s)
         emitted = [Token(token, "", Source.DRAFT) for token in drafted[: verdict.accepted]]
         emitted.append(Token(verdict.token, "", Source.TARGET))
         if n_top is not None:
             emitted = [with_logprobs(*pair, n_top) for pair in zip(emitted, raw, strict=False)]
         return emitted
+
+    def _count(self, drafted: int, accepted: int, verify_s: float) -> None:
+        source = None
+        if self._plan.source is not None:
+            source = self.slot.drafters[self._plan.source].name
+        self.statistics.count_round(drafted, accepted, source)
+        confidence = self._proposal.confidence or [_UNKNOWN] * drafted
+        self._planner.record(
+            self._plan, confidence, accepted, draft_s=self._draft_s, verify_s=verify_s
+        )
 
     def _roll_back(self, length: int) -> None:
         """Cut both caches back to what is committed; after the last round they may as well be empty."""
@@ -220,5 +270,5 @@ class Generation:
             slot.keep(length)
             return
         slot.context.truncate(length)
-        if slot.drafter is not None:
-            slot.drafter.roll_back(length)
+        for drafter in slot.drafters:
+            drafter.roll_back(length)

@@ -5,8 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+@dataclass
+class SourceCounts:
+    """What came of one drafter's proposals: rounds, and tokens as in Statistics."""
+
+    rounds: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, verified: int, accepted: int) -> None:
+        """Add a round."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.verified += verified
+        self.accepted += accepted
 
 
 @dataclass
@@ -22,7 +39,9 @@ class Statistics:
         verified: Drafted tokens that a decision was reached on: the accepted ones and, in each round that
             did not accept all, the first that was not.
         accepted: Drafted tokens that were accepted, before any cut; accepted + rounds tokens were written.
+        sources: Of each drafter that drafted: rounds, and drafted, verified and accepted tokens.
         accepted_histogram: [gamma + 1] how many rounds accepted 0, 1, ... gamma tokens.
+        predicted_tokens_per_second: What the planner expected of the rounds, where it chose gamma.
         ttft_s: From the request to the first text.
         prefill_s: Evaluating the prompt, with both models.
         draft_s: Drawing drafted tokens.
@@ -43,7 +62,9 @@ class Statistics:
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
     accepted_histogram: list[int] = field(default_factory=lambda: [0])
+    predicted_tokens_per_second: float | None = None
     ttft_s: float | None = None
     prefill_s: float = 0.0
     draft_s: float = 0.0
@@ -74,12 +95,15 @@ class Statistics:
         """Whether the target's logits are the same bits as in plain decoding."""
         return self.bit_exact_reason is None
 
-    def count_round(self, drafted: int, accepted: int) -> None:
-        """Add the outcome of a round."""
+    def count_round(self, drafted: int, accepted: int, source: str | None) -> None:
+        """Add the outcome of a round, and who drafted in it."""
+        verified = accepted + (accepted < drafted)
         self.rounds += 1
         self.drafted += drafted
-        self.verified += accepted + (accepted < drafted)
+        self.verified += verified
         self.accepted += accepted
+        if source is not None:
+            self.sources.setdefault(source, SourceCounts()).add(drafted, verified, accepted)
         histogram = self.accepted_histogram
         histogram.extend([0] * (drafted + 1 - len(histogram)))
         histogram[accepted] += 1
@@ -103,12 +127,14 @@ class Statistics:
             "completion_tokens": self.completion_tokens,
             "ttft_s": self.ttft_s,
             "tokens_per_second": self.tokens_per_second,
+            "predicted_tokens_per_second": self.predicted_tokens_per_second,
             "rounds": self.rounds,
             "tokens_per_round": self.tokens_per_round,
             "drafted": self.drafted,
             "verified": self.verified,
             "accepted": self.accepted,
             "acceptance_rate": self.acceptance_rate,
+            "sources": {name: asdict(counts) for name, counts in self.sources.items()},
             "accepted_histogram": self.accepted_histogram,
             "prefill_s": self.prefill_s,
             "draft_s": self.draft_s,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from pyspec._cspec import ffi, lib
@@ -235,8 +236,8 @@ class StoppingDrafter(ModelDrafter):
     Tokens drawn after that one are as good as never drawn, since nothing looked at them.
     """
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
-        proposal = super().propose(ids, gamma, sampler, round_=round_)
+    def propose(self, *args: Any, **kwargs: Any) -> Proposal:
+        proposal = super().propose(*args, **kwargs)
         n = self.first_unsure(proposal) + 1
         return Proposal(proposal.tokens[:n], proposal.q[:n])
 
@@ -251,7 +252,7 @@ class StoppingDrafter(ModelDrafter):
 class DiscardingDrafter(StoppingDrafter):
     """Discards the token that it was unsure of, which it has drawn."""
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
-        proposal = ModelDrafter.propose(self, ids, gamma, sampler, round_=round_)
+    def propose(self, *args: Any, **kwargs: Any) -> Proposal:
+        proposal = ModelDrafter.propose(self, *args, **kwargs)
         n = self.first_unsure(proposal)
         return Proposal(proposal.tokens[:n], proposal.q[:n])

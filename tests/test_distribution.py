@@ -29,9 +29,10 @@ import pytest
 
 from pyspec import bridge
 from pyspec import engine as engine_module
+from pyspec.costs import CostCurve
 from pyspec.drafters.model import ModelDrafter
 from pyspec.drafters.ngram import NgramDrafter
-from pyspec.engine import Engine
+from pyspec.engine import AUTO, Engine, Gamma
 from pyspec.sampling import Probabilities, Rule, Sampler, SamplingParams, Verdict
 from tests import mutants, oracle
 from tests.goodness_of_fit import Uniforms, chi_square, independence, integral_transform, uniformity
@@ -45,6 +46,8 @@ FLASH_ATTENTION = 1
 
 TEMPERATURES = (0.6, 1.0, 1.5)
 GAMMAS = (1, 2, 3, 4)
+# More than the planner drafts with the costs below.
+MAX_PLANNED = 8
 BLOCK, TOKEN, COUPLED = Rule.BLOCK, Rule.TOKEN, Rule.COUPLED
 
 TRANSFORMS: dict[str, dict[str, Any]] = {
@@ -78,7 +81,7 @@ class Case:
 
     transform: str
     temperature: float
-    gamma: int
+    gamma: Gamma
     rule: Rule
 
     def __str__(self) -> str:
@@ -163,7 +166,7 @@ def use(monkeypatch: pytest.MonkeyPatch, pair: Pair, what: type[Sampler | ModelD
     if issubclass(what, Sampler):
         monkeypatch.setattr(engine_module, "Sampler", what)
     else:
-        own = pair.engine._slots[0].drafter
+        own = pair.engine._slots[0].drafters[0]
         assert isinstance(own, ModelDrafter)
         monkeypatch.setattr(
             pair.engine._slots[0], "drafter", what(own.context, pair.engine.target.n_vocab)
@@ -188,7 +191,8 @@ def fit_of_short_outputs(
 ) -> float:
     """The p-value of the first tokens of n outputs."""
     # Room for a whole round, so that the first one is not clamped to fewer than gamma.
-    requests = case.requests(max_tokens=max(length, case.gamma + 1))
+    gamma = case.gamma if isinstance(case.gamma, int) else MAX_PLANNED
+    requests = case.requests(max_tokens=max(length, gamma + 1))
     draws = []
     for request in itertools.islice(requests, n):
         ids: list[int] = []
@@ -305,6 +309,43 @@ def test_a_greedy_draft_is_right_with_a_one_hot_q(
 ) -> None:
     use(monkeypatch, short_pair, mutants.OneHotGreedyDraft)
     assert fit_of_short_outputs(short_pair, Case("none", 1.0, 4, rule)) > THRESHOLD
+
+
+PLANNED_CASES = [
+    Case("none", 1.0, AUTO, TOKEN),
+    Case("everything", 1.0, AUTO, TOKEN),
+    Case("none", 1.5, AUTO, BLOCK),
+    Case("top-p", 0.6, AUTO, BLOCK),
+    Case("none", 1.0, AUTO, COUPLED),
+]
+
+
+@pytest.fixture
+def planned(short_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """The pair with an n-gram drafter, and costs at which each of several lengths pays now and then."""
+    engine = short_pair.engine
+    drafter = engine._slots[0].drafters[0]
+    monkeypatch.setattr(engine, "_costs", CostCurve((1, 2, 9), (1.0, 1.02, 1.9)))
+    monkeypatch.setattr(drafter, "costs", CostCurve((1, 2), (0.12, 0.13)))
+    monkeypatch.setattr(engine._slots[0], "drafters", [drafter, NgramDrafter(min_match=1)])
+    return short_pair
+
+
+@pytest.mark.parametrize("case", PLANNED_CASES, ids=str)
+def test_short_outputs_with_a_planned_draft_have_the_targets_frequencies(
+    planned: Pair, case: Case
+) -> None:
+    assert fit_of_short_outputs(planned, case, prompt=REPEATING_PROMPT) > THRESHOLD
+
+
+def test_the_planner_of_these_costs_drafts_now_more_and_now_less(planned: Pair) -> None:
+    params = replace(
+        PLANNED_CASES[0].params, max_tokens=200, logit_bias={1: -math.inf, 2: -math.inf}
+    )
+    *_, last = planned.engine.generate(REPEATING_PROMPT, replace(params, seed=5), gamma=AUTO)
+    assert last.statistics is not None
+    assert set(last.statistics.sources) == {"short-draft.gguf", "ngram"}
+    assert len([n for n in last.statistics.accepted_histogram if n]) > 2
 
 
 COPYING_CASES = [

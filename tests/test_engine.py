@@ -371,7 +371,7 @@ def test_a_prompt_that_fills_the_context_gets_one_token(pair: Engine) -> None:
 
 @pytest.mark.parametrize("gamma", [-1, MAX_WIDTH])
 def test_gamma_has_limits(pair: Engine, gamma: int) -> None:
-    with pytest.raises(UsageError, match="gamma must be from 0 to 31"):
+    with pytest.raises(UsageError, match="gamma must be auto, or from 0 to 31"):
         pair.generate(PROMPT, gamma=gamma)
 
 
@@ -394,7 +394,7 @@ def test_after_rejections_both_caches_equal_a_fresh_evaluation(
         for _ in range(15):
             ids += [token.id for token in next(pieces).tokens]
         pieces.close()
-        contexts = engine._slots[0].context, engine._slots[0].drafter.context
+        contexts = engine._slots[0].context, engine._slots[0].drafters[0].context
         assert contexts[0].length == len(ids) - 1
         assert contexts[1].length <= len(ids) - 1
         for context in contexts:
@@ -446,7 +446,7 @@ def test_an_interrupt_during_a_round_leaves_the_engine_usable(
     whole = finish(pair.generate(PROMPT, SAMPLED))
     pieces = pair.generate(PROMPT, SAMPLED)
     next(pieces)
-    context = pair._slots[0].context if fails_in == "target" else pair._slots[0].drafter.context
+    context = pair._slots[0].context if fails_in == "target" else pair._slots[0].drafters[0].context
     original = Context._pass
 
     def interrupted(self: Context, tokens: Sequence[int], n_logits: int) -> None:
@@ -471,10 +471,10 @@ def test_a_draft_of_less_context_drafts_less_and_then_nothing(
     with Engine(tiny_target, tiny_draft, n_ctx=512, draft_ctx=24, threads=1) as engine:
         ids, text, statistics = finish(engine.generate(PROMPT, GREEDY))
         assert (ids, text) == plain[:2]
-        assert 0 < statistics.drafted < 24 * 5
-        # A prompt that does not fit in the draft's context at all is decoded plainly.
+        assert 0 < statistics.sources[tiny_draft.name].drafted < 24 * 5
+        # For a prompt that does not fit in the draft's context at all it drafts nothing.
         _, _, statistics = finish(engine.generate([0] + [3] * 40, GREEDY))
-        assert statistics.drafted == 0
+        assert tiny_draft.name not in statistics.sources
 
 
 def test_padded_vocabularies_fit_and_padding_is_never_proposed(
@@ -488,16 +488,16 @@ def test_padded_vocabularies_fit_and_padding_is_never_proposed(
     )
     with Engine(tiny_target, draft, n_ctx=512, threads=1) as engine:
         assert finish(engine.generate(PROMPT, GREEDY))[:2] == plain[:2]
-        ids, _, statistics = finish(engine.generate(PROMPT, SAMPLED))
+        ids, _, statistics = finish(engine.generate(PROMPT, SAMPLED, gamma=4))
         assert max(ids) < 24
         assert statistics.accepted > 0
-    target = write_llama(tmp_path / "t.gguf", padded)
+    target, draft_name = write_llama(tmp_path / "t.gguf", padded), tiny_draft.name
     with Engine(target, tiny_draft, n_ctx=512, threads=1) as engine:
         both = [finish(engine.generate(PROMPT, GREEDY, gamma=gamma))[:2] for gamma in (0, 4)]
         assert both[0] == both[1]
         # An id that the draft does not have cannot be shown to it.
         _, _, statistics = finish(engine.generate([0, 3, 30], SAMPLED))
-        assert statistics.drafted == 0
+        assert draft_name not in statistics.sources
 
 
 def vocabularies() -> dict[str, tuple[Vocabulary, str]]:

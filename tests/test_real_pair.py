@@ -133,7 +133,7 @@ gamma = 4
 with Engine(sys.argv[1], sys.argv[2], n_ctx=4096) as engine:
     ids = engine.target.tokenize("Once upon a time there was " * 20)
     # llama.cpp's buffers come into memory as passes first use them: one of each kind before counting.
-    for context, width in ((engine._slots[0].context, gamma + 1), (engine._slots[0].drafter.context, 1)):
+    for context, width in ((engine._slots[0].context, gamma + 1), (engine._slots[0].drafters[0].context, 1)):
         for n, n_logits in ((len(ids), 0), (width, width), (1, 1)):
             context.evaluate(ids[:n], n_logits=n_logits)
         context.clear()

@@ -18,7 +18,7 @@ from pyspec.cli.answer import coloured, has_colours
 from pyspec.cli.options import debug_option, model_options, sampling_options
 from pyspec.cli.pair import resolve_pair
 from pyspec.cli.progress import prefill_progress
-from pyspec.engine import Engine
+from pyspec.engine import Engine, Gamma
 from pyspec.errors import UsageError
 from pyspec.metrics import Statistics
 from pyspec.output import Piece
@@ -70,7 +70,7 @@ def command(
     model: str | None,
     draft: str | None,
     no_draft: bool,
-    gamma: int,
+    gamma: Gamma,
     rule: str,
     ctx: int | None,
     threads: int | None,

@@ -9,11 +9,22 @@ from typing import Any, TypeVar
 import click
 
 from pyspec.cli.models import complete_model
-from pyspec.engine import DEFAULT_CONTEXT, DEFAULT_GAMMA
+from pyspec.engine import AUTO, DEFAULT_CONTEXT, Gamma
 from pyspec.sampling import Rule, SamplingParams
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _DEFAULTS = SamplingParams()
+
+
+class _GammaType(click.ParamType):  # type: ignore[type-arg]
+    name = "N|auto"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Gamma:
+        if value == AUTO:
+            return AUTO
+        return int(click.INT.convert(value, param, ctx))
 
 
 def _decorated(function: _Command, options: Sequence[Callable[[_Command], _Command]]) -> _Command:
@@ -92,10 +103,11 @@ def model_options(function: _Command) -> _Command:
         click.option("--no-draft", is_flag=True, help="Decode with the target alone."),
         click.option(
             "--gamma",
-            type=int,
-            default=DEFAULT_GAMMA,
+            type=_GammaType(),
+            default=AUTO,
             show_default=True,
-            help="Tokens drafted a round.",
+            help="Tokens drafted a round; auto chooses anew in each, by what passes cost on this machine and "
+            "what has been accepted.",
         ),
     ]
     return pair_options(_decorated(function, drafting))

@@ -18,6 +18,7 @@ from pyspec.cli.options import debug_option, model_options
 from pyspec.cli.pair import resolve_pair
 from pyspec.cli.progress import step_bars
 from pyspec.cli.prompt_files import prompts_option, read_prompts
+from pyspec.engine import Gamma
 from pyspec.errors import UsageError
 from pyspec.llama import Model
 from pyspec.sampling import Rule
@@ -50,7 +51,7 @@ def command(
     model: str | None,
     draft: str | None,
     no_draft: bool,
-    gamma: int,
+    gamma: Gamma,
     rule: str,
     ctx: int | None,
     threads: int | None,

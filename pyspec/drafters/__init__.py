@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pyspec.costs import CostCurve
 from pyspec.sampling import Probabilities, Sampler
 
 
@@ -28,17 +29,61 @@ class Proposal:
     match_length: int = 0
 
 
+def always(_confidence: float) -> bool:
+    """Go on drawing: for a fixed gamma."""
+    return True
+
+
 class Drafter(Protocol):
-    """Proposes continuations of a text that it is shown."""
+    """Proposes continuations of a text that it is shown.
+
+    Attributes:
+        name: What statistics call it.
+        costs: Of its own passes, by the tokens evaluated; None if it reads no model, or this is not known.
+    """
+
+    name: str
+    costs: CostCurve | None = None
+
+    def measure(self) -> None:
+        """Find out its costs; its cache is empty, before and after."""
+        self.costs = None
 
     def room(self, ids: Sequence[int]) -> int:
         """Most tokens it can propose after ids."""
 
+    def backlog(self, ids: Sequence[int]) -> int:
+        """Tokens that it has to evaluate before it can propose the first after ids."""
+        del ids
+        return 1
+
     def catch_up(self, ids: Sequence[int]) -> None:
         """Take in ids, of which it may already hold a beginning."""
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
-        """Draw at most gamma tokens that may follow ids."""
+    def peek(self, ids: Sequence[int], gamma: int) -> Proposal | None:
+        """What `propose` would propose, if that can be told without drawing; None if not."""
+        del ids, gamma
+        return None
+
+    def propose(
+        self,
+        ids: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        round_: int,
+        go_on: Callable[[float], bool] = always,
+    ) -> Proposal:
+        """Draw at most gamma tokens that may follow ids.
+
+        Args:
+            ids: Prompt and output so far.
+            gamma: 1 or more.
+            sampler: The request's.
+            round_: Number of the round in the request.
+            go_on: Asked after each drawn token but the last, with the confidence in it, whether to draw
+                another.
+        """
 
     def roll_back(self, length: int) -> None:
         """Forget every position from `length` on."""

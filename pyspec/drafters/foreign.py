@@ -7,16 +7,17 @@ Vocabularies", 2025: token-level intersection.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from pyspec.drafters import Proposal
+from pyspec.costs import measured_costs
+from pyspec.drafters import Drafter, Proposal, always
 from pyspec.drafters.model import ModelDrafter
 from pyspec.errors import NoTokenError
 from pyspec.llama import Context, Logits, Model
-from pyspec.sampling import Sampler
+from pyspec.sampling import Sampler, softmax_of
 from pyspec.vocab import SharedTokens
 
 # Tokens before new text that may be spelled anew with it, if no word begins among them.
@@ -25,7 +26,7 @@ _SEAM = 8
 _MARK = b"\n"
 
 
-class ForeignDrafter:
+class ForeignDrafter(Drafter):
     """Draws from the draft's distribution over the tokens that it shares with the target.
 
     The draft's logits are moved to the target's ids, -inf where there is no twin, and only then transformed
@@ -39,6 +40,7 @@ class ForeignDrafter:
     """
 
     def __init__(self, context: Context, target: Model, shared: SharedTokens) -> None:
+        self.name = context.model.name
         self.context = context
         self.shared = shared
         self._text = Retelling(target, context.model, shared)
@@ -46,24 +48,44 @@ class ForeignDrafter:
         self._logits: Logits = np.full(target.n_vocab, -np.inf, np.float32)
         self._q: npt.NDArray[np.float32] = np.zeros((0, target.n_vocab), np.float32)
 
+    def measure(self) -> None:
+        """Find out what the draft's passes cost."""
+        self.costs = measured_costs(self.context)
+
     def room(self, ids: Sequence[int]) -> int:
         """Most tokens that fit. None before a text begins, or amid a character that cannot be spelled yet."""
         self._follow(ids)
         n = len(self._text.tokens)
         return max(0, self.context.n_ctx - n + 1) if n and self._text.is_whole else 0
 
+    def backlog(self, ids: Sequence[int]) -> int:
+        """Tokens of the text of ids that the cache lacks, and the last one."""
+        self._follow(ids)
+        return max(1, len(self._text.tokens) - len(self._cells))
+
     def catch_up(self, ids: Sequence[int]) -> None:
         """Evaluate what the cache lacks of the text of ids."""
         self._follow(ids)
         self._evaluate()
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
-        """Draw at most gamma tokens one after another, feeding each back."""
+    def propose(
+        self,
+        ids: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        round_: int,
+        go_on: Callable[[float], bool] = always,
+    ) -> Proposal:
+        """Draw tokens one after another, feeding each back.
+
+        The confidence is the probability at temperature 1 among the shared tokens.
+        """
         self._follow(ids)
         self._reserve(gamma)
         # What follows a text is known from an evaluation of its last token.
         self._keep(len(self._text.tokens) - 1)
-        tokens = list[int]()
+        tokens, confidence = list[int](), list[float]()
         for index in range(gamma):
             self._evaluate(n_logits=1)
             q, logits = self._q[index], self._in_targets_ids(self.context.logits(-1))
@@ -73,8 +95,11 @@ class ForeignDrafter:
                 break  # The request forbids every shared token, but perhaps not all of the target's.
             token = sampler.draw_draft(q, round_=round_, index=index, position=len(ids) + index)
             tokens.append(token)
+            confidence.append(softmax_of(logits, token))
             self._text.append(token)
-        return Proposal(tokens, list(self._q[: len(tokens)]))
+            if index + 1 < gamma and not go_on(confidence[-1]):
+                break
+        return Proposal(tokens, list(self._q[: len(tokens)]), confidence)
 
     def _in_targets_ids(self, logits: Logits) -> Logits:
         """[n_vocab of the target] of the draft's row of logits; valid until the next."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from pyspec.drafters import Proposal
+from pyspec.costs import measured_costs
+from pyspec.drafters import Drafter, Proposal, always
 from pyspec.llama import Context
 from pyspec.sampling import Sampler, softmax_of
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Draws each token from the draft's distribution, after the same transforms as the target's.
 
     Args:
@@ -21,10 +22,15 @@ class ModelDrafter:
     """
 
     def __init__(self, context: Context, n_vocab: int) -> None:
+        self.name = context.model.name
         self.context = context
         self._n_vocab = n_vocab
         self._n_common = min(n_vocab, context.model.n_vocab)
         self._q: npt.NDArray[np.float32] = np.zeros((0, n_vocab), np.float32)
+
+    def measure(self) -> None:
+        """Find out what the draft's passes cost."""
+        self.costs = measured_costs(self.context)
 
     def room(self, ids: Sequence[int]) -> int:
         """Most tokens that fit: the last one drawn needs no cell. None after an id it does not have."""
@@ -33,12 +39,24 @@ class ModelDrafter:
             return 0
         return max(0, self.context.n_ctx - len(ids) + 1)
 
+    def backlog(self, ids: Sequence[int]) -> int:
+        """Tokens of ids that the cache lacks."""
+        return len(ids) - self.context.length
+
     def catch_up(self, ids: Sequence[int]) -> None:
         """Evaluate what the cache lacks of ids."""
         self.context.evaluate(ids[self.context.length :])
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
-        """Draw gamma tokens one after another, feeding each back.
+    def propose(
+        self,
+        ids: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        round_: int,
+        go_on: Callable[[float], bool] = always,
+    ) -> Proposal:
+        """Draw tokens one after another, feeding each back.
 
         The confidence is the probability at temperature 1, which says something of a greedy draft too.
         """
@@ -53,7 +71,9 @@ class ModelDrafter:
             confidence.append(softmax_of(logits, token))
             pending = [token]
             tokens += pending
-        return Proposal(tokens, list(self._q[:gamma]), confidence)
+            if index + 1 < gamma and not go_on(confidence[-1]):
+                break
+        return Proposal(tokens, list(self._q[: len(tokens)]), confidence)
 
     def _reserve(self, gamma: int) -> None:
         if len(self._q) < gamma:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pyspec._cspec import ffi, lib
-from pyspec.drafters import Proposal
+from pyspec.drafters import Drafter, Proposal, always
 from pyspec.errors import PyspecError, UsageError
 from pyspec.sampling import Sampler
 
@@ -16,7 +16,7 @@ _SEPARATOR = -1
 _MOST = 2**31 - 1
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes what followed the most recent occurrence of the longest match of the text's end.
 
     It reads no model, so a proposal costs next to nothing, and where nothing matches there is none.
@@ -47,6 +47,7 @@ class NgramDrafter:
             )
         if not reach > 0:
             raise UsageError(f"reach must be over 0, not {reach}")
+        self.name = "ngram"
         self._min_match = min_match
         self._max_match = max_match
         self._reach = reach
@@ -63,27 +64,33 @@ class NgramDrafter:
         """Index what is new of ids."""
         self._text.push(ids[len(self._text) :])
 
-    def peek(self, ids: Sequence[int], gamma: int) -> tuple[list[int], list[float], int]:
-        """What would be proposed after ids: tokens, confidences, and the length of the match."""
+    def peek(self, ids: Sequence[int], gamma: int) -> Proposal:
+        """What it would propose. Nothing is drawn, so that q is one-hot at each token."""
         self.catch_up(ids)
         tail = ids[-self._max_match :]
-        best = max(
+        tokens, confidence, matches = max(
             (
                 index.continuation(tail, gamma, self._min_match)
                 for index in (self._text, self._corpus)
             ),
             key=lambda found: found[2][:1],
         )
-        tokens, confidence, matches = best
         if not tokens:
-            return [], [], 0
+            return Proposal()
         n = max(1, int(self._reach * matches[0]))
-        return tokens[:n], confidence[:n], matches[0]
+        return Proposal(tokens[:n], [None] * len(tokens[:n]), confidence[:n], matches[0])
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:  # noqa: ARG002
-        """Copy at most gamma tokens. Nothing is drawn, so that q is one-hot at each."""
-        tokens, confidence, match_length = self.peek(ids, gamma)
-        return Proposal(tokens, [None] * len(tokens), confidence, match_length)
+    def propose(
+        self,
+        ids: Sequence[int],
+        gamma: int,
+        sampler: Sampler,  # noqa: ARG002
+        *,
+        round_: int,  # noqa: ARG002
+        go_on: Callable[[float], bool] = always,  # noqa: ARG002
+    ) -> Proposal:
+        """Copy at most gamma tokens."""
+        return self.peek(ids, gamma)
 
     def roll_back(self, length: int) -> None:
         """Forget the tokens from `length` on; it costs as much as indexing those before them."""

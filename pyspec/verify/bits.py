@@ -60,7 +60,8 @@ def check_bits(setup: Setup, model: Model, name: str) -> Iterator[Result]:
     random = np.random.default_rng(setup.seed)
     with closing(setup.context(model)) as context:
         n_widest = min(context.n_logits, context.n_ctx - 1)
-        widths = sorted({*setup.effort.widths, setup.gamma + 1} - {1})
+        asked = {setup.gamma + 1} if isinstance(setup.gamma, int) else set()
+        widths = sorted({*setup.effort.widths, *asked} - {1})
         widths = [width for width in widths if width <= n_widest]
         positions = [n for n in setup.effort.positions if n + widths[-1] <= context.n_ctx]
         prompts = itertools.chain(*setup.prompt_ids(0, context.n_ctx))

@@ -9,7 +9,7 @@ from typing import Any
 
 from pyspec import chat
 from pyspec.drafters import Drafter
-from pyspec.engine import DEFAULT_CONTEXT, DEFAULT_GAMMA, MAX_WIDTH, Engine
+from pyspec.engine import AUTO, DEFAULT_CONTEXT, MAX_WIDTH, Engine, Gamma
 from pyspec.errors import UsageError
 from pyspec.llama import Context, Model
 from pyspec.sampling import Rule
@@ -120,7 +120,7 @@ class Setup:
     draft: Model | None = None
     effort: Effort = QUICK
     prompts: Sequence[str] = ()
-    gamma: int = DEFAULT_GAMMA
+    gamma: Gamma = AUTO
     rule: Rule = Rule.BLOCK
     n_ctx: int | None = None
     threads: int | None = None

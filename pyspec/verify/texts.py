@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pyspec.drafters import Drafter, Proposal
-from pyspec.engine import MAX_WIDTH, Engine
+from pyspec.drafters import Drafter, Proposal, always
+from pyspec.engine import MAX_WIDTH, Engine, Gamma
 from pyspec.llama import Model
 from pyspec.metrics import Statistics
 from pyspec.sampling import Rule, Sampler, SamplingParams
 from pyspec.verify.setup import Result, Setup
 
 
-class RandomDrafter:
+class RandomDrafter(Drafter):
     """Proposes random tokens, so that nearly every round rolls back all of them.
 
     Args:
@@ -25,6 +25,7 @@ class RandomDrafter:
     """
 
     def __init__(self, n_vocab: int, seed: int = 0) -> None:
+        self.name = "random"
         self._n_vocab = n_vocab
         self._random = np.random.default_rng(seed)
 
@@ -35,7 +36,15 @@ class RandomDrafter:
     def catch_up(self, ids: Sequence[int]) -> None:
         """It looks at no text."""
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:  # noqa: ARG002
+    def propose(
+        self,
+        ids: Sequence[int],  # noqa: ARG002
+        gamma: int,
+        sampler: Sampler,  # noqa: ARG002
+        *,
+        round_: int,  # noqa: ARG002
+        go_on: Callable[[float], bool] = always,  # noqa: ARG002
+    ) -> Proposal:
         """Draw gamma tokens, each with a one-hot q: whichever came, it was certain to come."""
         tokens: list[int] = self._random.integers(0, self._n_vocab, gamma).tolist()
         return Proposal(tokens, [None] * gamma, [1 / self._n_vocab] * gamma)
@@ -65,8 +74,9 @@ def check_texts(setup: Setup, check: str, params: SamplingParams, rule: Rule) ->
         params: Settings with which a text does not depend on the draft: greedy, or any with the coupled rule.
         rule: How drafted tokens are verified.
     """
-    drafts: list[tuple[str, Model | Drafter | None, Sequence[int]]] = [
-        ("draft", setup.draft, sorted({*setup.effort.gammas, setup.gamma} - {0})),
+    asked: list[Gamma] = [setup.gamma] if setup.gamma not in (0, *setup.effort.gammas) else []
+    drafts: list[tuple[str, Model | Drafter | None, Sequence[Gamma]]] = [
+        ("draft", setup.draft, [*setup.effort.gammas, *asked]),
         (
             "random tokens",
             RandomDrafter(setup.target.n_vocab, setup.seed),
@@ -91,7 +101,7 @@ def _write(
     ids: Sequence[int],
     params: SamplingParams,
     rule: Rule,
-    gamma: int,
+    gamma: Gamma,
     advance: Callable[[], None],
 ) -> tuple[_Text, Statistics]:
     pieces = list(engine.generate(ids, params, gamma=gamma, rule=rule))

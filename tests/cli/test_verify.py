@@ -182,7 +182,7 @@ def test_mistakes_are_refused(pair: list[str], tmp_path: Path) -> None:
         (["--prompts", str(tmp_path / "missing.txt")], "cannot read .*missing"),
         (["--no-draft"], "exclude each other"),
         (["--ctx", "8"], "context of 16 or more"),
-        (["--gamma", "-1"], "gamma must be from 0"),
+        (["--gamma", "-1"], "gamma must be auto, or from 0"),
     ):
         with pytest.raises(UsageError, match=message):
             run(*pair, *arguments)

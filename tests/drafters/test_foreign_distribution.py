@@ -117,7 +117,9 @@ class NotRenormalised(ForeignDrafter):
         self.masses.append(float(softmax(logits)[self.shared.draft_ids].sum()))
         return super()._in_targets_ids(logits)
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
+    def propose(
+        self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int, **_: object
+    ) -> Proposal:
         self.masses = list[float]()
         proposal = super().propose(ids, gamma, sampler, round_=round_)
         for q, mass in zip(proposal.q, self.masses, strict=True):
@@ -130,10 +132,10 @@ def test_the_check_rejects_a_q_that_is_not_renormalised(
     pair: Pair, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slot = pair.engine._slots[0]
-    own = slot.drafter
+    own = slot.drafters[0]
     assert isinstance(own, ForeignDrafter)
     wrong = NotRenormalised(own.context, pair.engine.target, own.shared)
-    monkeypatch.setattr(slot, "drafter", wrong)
+    monkeypatch.setattr(slot, "drafters", [wrong])
     assert fit_of_short_outputs(pair, case) < REJECTED
 
 

@@ -1,0 +1,130 @@
+"""What passes cost on this machine: measured once a model, then remembered in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pyspec import bridge
+from pyspec.catalogue import cache_folder
+from pyspec.llama import Context, Model, system_info, version
+
+log = logging.getLogger("pyspec.costs")
+
+# Between them a curve is straight enough; the last is the widest pass of a round.
+_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 32)
+_TURNS = 2
+
+
+class CostCurve:
+    """Seconds of a pass over n tokens, between and beyond the widths at which it was measured.
+
+    Args:
+        widths: [k] rising numbers of tokens, from 1.
+        seconds: [k] of a pass over as many.
+    """
+
+    def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
+        self.widths = tuple(widths)
+        self.seconds = tuple(seconds)
+        self._scale = 1.0
+        xs, ys = np.array(self.widths, float), np.array(self.seconds, float)
+        slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else ys[0]
+        self._slope = max(0.0, float(slope))
+        n = np.arange(self.widths[-1] + 1)
+        self._table: list[float] = np.interp(n, xs, ys).tolist()
+
+    def __call__(self, n: int) -> float:
+        """Seconds of a pass over n tokens; 0 for none."""
+        if n <= 0:
+            return 0.0
+        last = len(self._table) - 1
+        seconds = self._table[n] if n <= last else self._table[last] + self._slope * (n - last)
+        return self._scale * seconds
+
+    def observe(self, n: int, seconds: float) -> None:
+        """Take a pass into account: all costs grow with the context's length and with what else runs."""
+        if n > 0:
+            # One pass that was held up says little.
+            ratio = min(2.0, max(0.5, seconds / self(n)))
+            self._scale *= ratio**0.1
+
+    def copy(self) -> CostCurve:
+        """The curve as it was measured."""
+        return CostCurve(self.widths, self.seconds)
+
+
+def measured_costs(context: Context) -> CostCurve:
+    """The cost curve of a context's model, with its threads: remembered, or else measured in about a second.
+
+    Args:
+        context: Empty, and empty afterwards.
+    """
+    path = cache_folder() / "costs" / f"{_key(context)}.json"
+    try:
+        stored = json.loads(path.read_text())
+        return CostCurve(stored["widths"], stored["seconds"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        pass
+    curve = _measure(context)
+    log.debug(
+        "%s: passes over %s tokens take %s s", context.model.name, curve.widths, curve.seconds
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"widths": curve.widths, "seconds": curve.seconds}))
+        partial.replace(path)
+    except OSError as error:
+        log.debug("costs are not remembered: %s", error)
+    return curve
+
+
+def _measure(context: Context) -> CostCurve:
+    widths = [n for n in _WIDTHS if n <= min(context.n_batch, context.n_ctx)]
+    fastest = dict.fromkeys(widths, float("inf"))
+    # The first pass of a context finds none of its memory in place.
+    for n in (widths[-1], *widths * _TURNS):
+        start = time.perf_counter()
+        context.evaluate([0] * n, n_logits=min(n, context.n_logits))
+        fastest[n] = min(fastest[n], time.perf_counter() - start)
+        context.clear()
+    return CostCurve(widths, list(fastest.values()))
+
+
+def _key(context: Context) -> str:
+    """Names the model's content, the machine, and all else that a pass's time depends on."""
+    circumstances = (
+        _fingerprint(context.model),
+        context.threads,
+        context.n_logits > 1,
+        bridge.attach_kernels().instructions,
+        version(),
+        system_info(),
+        _cpu(),
+    )
+    return hashlib.sha256(repr(circumstances).encode()).hexdigest()[:32]
+
+
+def _fingerprint(model: Model) -> str:
+    """A hash of the file's size and its beginning, which has every tensor's name, shape and type."""
+    with model.path.open("rb") as file:
+        beginning = file.read(1 << 16)
+    return hashlib.sha256(beginning + str(model.path.stat().st_size).encode()).hexdigest()
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {platform.processor()} {names[:1]} {len(names) or os.cpu_count()}"
