@@ -103,7 +103,7 @@ class Engine:
         ):
             if value is not None and not 1 <= value <= most:
                 raise UsageError(f"{name} must be from 1 to {most}, not {value}")
-        self.gamma = _checked_gamma(gamma)
+        self.gamma = checked_gamma(gamma)
         self._owned: list[Model | Context | Drafter] = []
         self._slots: list[Slot] = []
         self._costs: CostCurve | None = None
@@ -229,7 +229,7 @@ class Engine:
             SlotsBusyError: As many requests as there are slots are under way.
         """
         params = params or SamplingParams()
-        gamma = self.gamma if gamma is None else _checked_gamma(gamma)
+        gamma = self.gamma if gamma is None else checked_gamma(gamma)
         rule = _checked_rule(rule)
         for token in params.logit_bias:
             self._check_token(token, "a logit bias")
@@ -421,7 +421,8 @@ def _checked_rule(rule: Rule | str) -> Rule:
         raise UsageError(f"rule must be one of {', '.join(Rule)}, not {rule}") from None
 
 
-def _checked_gamma(gamma: Gamma) -> Gamma:
+def checked_gamma(gamma: Gamma) -> Gamma:
+    """Return gamma if it is one; raises UsageError otherwise."""
     if gamma != AUTO and not (isinstance(gamma, int) and 0 <= gamma < MAX_WIDTH):
         raise UsageError(f"gamma must be auto, or from 0 to {MAX_WIDTH - 1}, not {gamma}")
     return gamma

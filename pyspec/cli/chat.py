@@ -19,10 +19,10 @@ from pyspec import chat
 from pyspec.cli.answer import answer_stream
 from pyspec.cli.interrupts import Interrupts, silent_keyboard
 from pyspec.cli.options import debug_option, model_options, sampling_options
-from pyspec.cli.pair import resolve_pair
+from pyspec.cli.pair import resolve_models
 from pyspec.cli.progress import prefill_progress
 from pyspec.conversation import Conversation, Turn
-from pyspec.engine import MAX_WIDTH, Engine
+from pyspec.engine import Engine, Gamma, checked_gamma
 from pyspec.errors import PyspecError, UsageError
 from pyspec.metrics import Statistics
 from pyspec.sampling import Rule, SamplingParams
@@ -46,9 +46,9 @@ _NONE = "none"
 @debug_option
 def command(
     model: str | None,
-    draft: str | None,
+    draft: tuple[str, ...],
     no_draft: bool,
-    gamma: int,
+    gamma: Gamma,
     rule: str,
     ctx: int | None,
     threads: int | None,
@@ -66,12 +66,12 @@ def command(
     if draft and no_draft:
         raise UsageError("--draft and --no-draft exclude each other")
     settings = _Settings(SamplingParams(**sampling), gamma, rule, stats, show_drafts)
-    target_path, draft_path = resolve_pair(model, draft, no_draft=no_draft)
+    target_path, drafts = resolve_models(model, draft, no_draft=no_draft)
     console = Console(stderr=True)
     with silent_keyboard(), console.status(f"loading {target_path.name}"):
         engine = Engine(
             target_path,
-            draft_path,
+            drafts,
             gamma=gamma,
             n_ctx=ctx,
             threads=threads,
@@ -130,7 +130,7 @@ class _Settings:
     """What the user may change during the session."""
 
     params: SamplingParams
-    gamma: int
+    gamma: Gamma
     rule: str
     stats: bool
     drafts: bool
@@ -153,8 +153,8 @@ class _Settings:
             value: Any = None if text == _NONE and may_be_none else option.type(text)
         except click.BadParameter as error:
             raise UsageError(f"{_name(option)}: {error.message.rstrip('.')}") from error
-        if name == "gamma" and not 0 <= value < MAX_WIDTH:
-            raise UsageError(f"gamma must be from 0 to {MAX_WIDTH - 1}, not {value}")
+        if name == "gamma":
+            checked_gamma(value)
         if hasattr(self, name):
             setattr(self, name, value)
         else:

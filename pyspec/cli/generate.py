@@ -16,7 +16,7 @@ from rich.console import Console
 from pyspec import bridge, chat
 from pyspec.cli.answer import coloured, has_colours
 from pyspec.cli.options import debug_option, model_options, sampling_options
-from pyspec.cli.pair import resolve_pair
+from pyspec.cli.pair import resolve_models
 from pyspec.cli.progress import prefill_progress
 from pyspec.engine import Engine, Gamma
 from pyspec.errors import UsageError
@@ -68,7 +68,7 @@ def command(
     prompt: str | None,
     file: Path | None,
     model: str | None,
-    draft: str | None,
+    draft: tuple[str, ...],
     no_draft: bool,
     gamma: Gamma,
     rule: str,
@@ -93,12 +93,12 @@ def command(
         raise UsageError("--system needs the chat template, which --raw turns off")
     params = SamplingParams(**sampling)
     text = _read_prompt(prompt, file)
-    target_path, draft_path = resolve_pair(model, draft, no_draft=no_draft)
+    target_path, drafts = resolve_models(model, draft, no_draft=no_draft)
     console = Console(stderr=True)
     with console.status(f"loading {target_path.name}"):
         engine = Engine(
             target_path,
-            draft_path,
+            drafts,
             gamma=gamma,
             n_ctx=ctx,
             threads=threads,

@@ -49,8 +49,25 @@ def debug_option(function: _Command) -> _Command:
     )(function)
 
 
+def _draft_option(*, several: bool) -> Callable[[_Command], _Command]:
+    text = "Draft model. Without it, the one that goes with the target, if it has a name."
+    also = " ngram copies from the text itself. Can be given several times."
+    return click.option(
+        "-d",
+        "--draft",
+        metavar="MODEL",
+        multiple=several,
+        shell_complete=complete_model,
+        help=text + also if several else text,
+    )
+
+
 def pair_options(function: _Command) -> _Command:
-    """Which models, and what they may use."""
+    """Which target and draft, and what they may use."""
+    return _models(function, several_drafts=False)
+
+
+def _models(function: _Command, *, several_drafts: bool) -> _Command:
     return _decorated(
         function,
         [
@@ -62,13 +79,7 @@ def pair_options(function: _Command) -> _Command:
                 help="Target: a GGUF file, a name of `pyspec models list`, or ORG/REPO:FILE. "
                 "Without it, the default pair.",
             ),
-            click.option(
-                "-d",
-                "--draft",
-                metavar="MODEL",
-                shell_complete=complete_model,
-                help="Draft model. Without it, the one that goes with the target, if it has a name.",
-            ),
+            _draft_option(several=several_drafts),
             click.option(
                 "--rule",
                 type=click.Choice([rule.value for rule in Rule]),
@@ -98,7 +109,7 @@ def pair_options(function: _Command) -> _Command:
 
 
 def model_options(function: _Command) -> _Command:
-    """The same, and whether and how far to draft."""
+    """Which models and what they may use, and whether and how far to draft."""
     drafting = [
         click.option("--no-draft", is_flag=True, help="Decode with the target alone."),
         click.option(
@@ -110,7 +121,7 @@ def model_options(function: _Command) -> _Command:
             "what has been accepted.",
         ),
     ]
-    return pair_options(_decorated(function, drafting))
+    return _models(_decorated(function, drafting), several_drafts=True)
 
 
 def sampling_options(function: _Command) -> _Command:

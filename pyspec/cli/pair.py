@@ -1,7 +1,8 @@
-"""From what the user named to the files of a target and its draft."""
+"""From what the user named to the files of a target and its drafts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -11,22 +12,27 @@ from pyspec.cli.progress import transfer_progress
 from pyspec.download import is_offline
 from pyspec.squeeze import preferred_draft
 
+NGRAM = "ngram"
 
-def resolve_pair(
-    model: str | None, draft: str | None, *, no_draft: bool
-) -> tuple[Path, Path | None]:
-    """Find both files, fetching what the cache lacks after saying what that is.
+
+def resolve_models(
+    model: str | None, drafts: Sequence[str], *, no_draft: bool
+) -> tuple[Path, list[Path | str]]:
+    """Find all files, fetching what the cache lacks after saying what that is.
 
     Without a model it is the catalogue's default target. Without a draft it is the one that the catalogue
-    pairs with the target; a target that is not in the catalogue has none. A squeezed copy of the draft goes
-    before the draft itself.
+    pairs with the target; with a target that is not in the catalogue it is the text itself.
+
+    Returns:
+        The target, and what to draft with, as Engine takes it: files and "ngram".
     """
     catalogue = load_catalogue()
     known = {entry.name: entry for entry in catalogue.models}
     target = model if model is not None else catalogue.default_target.name
-    if draft is None and not no_draft and target.casefold() in known:
-        draft = known[target.casefold()].draft
-    specs = [target] if draft is None else [target, draft]
+    if not drafts and not no_draft:
+        entry = known.get(target.casefold())
+        drafts = [entry.draft if entry and entry.draft else NGRAM]
+    specs = [target, *(draft for draft in drafts if draft != NGRAM)]
     lacking = [
         entry
         for spec in specs
@@ -36,5 +42,16 @@ def resolve_pair(
         named = " and ".join(f"{entry.name} ({format_size(entry.bytes)})" for entry in lacking)
         click.echo(f"fetching {named} into {models_folder()}", err=True)
     with transfer_progress() as progress:
-        files = [resolve(spec, progress=progress) for spec in specs]
-    return files[0], preferred_draft(*files) if draft is not None else None
+        files = {spec: resolve(spec, progress=progress) for spec in specs}
+    found = files[target]
+    return found, [
+        draft if draft == NGRAM else preferred_draft(found, files[draft]) for draft in drafts
+    ]
+
+
+def resolve_pair(
+    model: str | None, draft: str | None, *, no_draft: bool
+) -> tuple[Path, Path | None]:
+    """Find the files of a target and its draft model, if it has one, as `resolve_models` does."""
+    target, drafts = resolve_models(model, [draft] if draft else [], no_draft=no_draft)
+    return target, next((Path(path) for path in drafts if path != NGRAM), None)

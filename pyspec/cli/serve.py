@@ -13,8 +13,8 @@ from rich.console import Console
 
 from pyspec.catalogue import format_size, load_catalogue
 from pyspec.cli.options import debug_option, model_options
-from pyspec.cli.pair import resolve_pair
-from pyspec.engine import Engine
+from pyspec.cli.pair import resolve_models
+from pyspec.engine import Engine, Gamma
 from pyspec.errors import PyspecError, UsageError
 from pyspec.sampling import Rule
 
@@ -114,9 +114,9 @@ _WHOLE = click.IntRange(1)
 @debug_option
 def command(
     model: str | None,
-    draft: str | None,
+    draft: tuple[str, ...],
     no_draft: bool,
-    gamma: int,
+    gamma: Gamma,
     rule: str,
     ctx: int | None,
     threads: int | None,
@@ -158,7 +158,7 @@ def command(
     if any(not key.isascii() or not key.isprintable() or " " in key or not key for key in keys):
         raise UsageError("an API key is made of printable ASCII characters other than spaces")
     with listen(host, port) as listener:
-        target_path, draft_path = resolve_pair(model, draft, no_draft=no_draft)
+        target_path, drafts = resolve_models(model, draft, no_draft=no_draft)
         local = is_loopback(host)
         names = {"localhost", "127.0.0.1", "::1", host.lower(), *map(str.lower, hosts)}
         settings = Settings(
@@ -179,7 +179,7 @@ def command(
         with Console(stderr=True).status(f"loading {target_path.name}"):
             engine = Engine(
                 target_path,
-                draft_path,
+                drafts,
                 gamma=gamma,
                 n_ctx=ctx,
                 threads=threads,

@@ -49,7 +49,7 @@ _HEADER = ("check", "what", "result", "detail")
 @debug_option
 def command(
     model: str | None,
-    draft: str | None,
+    draft: tuple[str, ...],
     no_draft: bool,
     gamma: Gamma,
     rule: str,
@@ -70,7 +70,9 @@ def command(
     if draft and no_draft:
         raise UsageError("--draft and --no-draft exclude each other")
     texts = read_prompts(prompts)
-    paths = resolve_pair(model, draft, no_draft=no_draft)
+    if len(draft) > 1:
+        raise UsageError("drafts are checked one at a time: name one with --draft")
+    paths = resolve_pair(model, next(iter(draft), None), no_draft=no_draft)
     start = time.perf_counter()
     with ExitStack() as stack:
         target_model, draft_model = (

@@ -211,7 +211,7 @@ def test_help_names_every_command(talk: Chat) -> None:
         ("/set temp warm", "temp: 'warm' is not a valid float"),
         ("/set temp none", "temp: 'none' is not a valid float"),
         ("/set temp -1", "temperature must be 0 or more, not -1"),
-        ("/set gamma 99", "gamma must be from 0 to 31, not 99"),
+        ("/set gamma 99", "gamma must be auto, or from 0 to 31, not 99"),
         ("/set rule dice", "rule: 'dice' is not one of"),
         ("/load nowhere.json", "cannot read nowhere.json: No such file or directory"),
         ("/save nowhere/talk.json", "cannot write nowhere/talk.json: No such file or directory"),
