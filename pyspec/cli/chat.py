@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from pyspec import chat
-from pyspec.cli.answer import answer_stream
+from pyspec.cli.answer import answer_stream, printable
 from pyspec.cli.interrupts import Interrupts, silent_keyboard
 from pyspec.cli.options import debug_option, model_options, sampling_options
 from pyspec.cli.pair import resolve_models
@@ -103,7 +103,7 @@ def _talk(session: _Session) -> None:
             except EOFError:
                 break
             except PyspecError as error:
-                session.say(str(error), "red")
+                session.say_error(error)
             session.say("")
 
 
@@ -117,7 +117,7 @@ def _answer_lines(session: _Session) -> bool:
             break
         except PyspecError as error:
             went_well = False
-            session.say(f"pyspec: {error}")
+            session.say_error(error, "pyspec: ")
     return went_well
 
 
@@ -183,9 +183,15 @@ class _Session:
         self._is_forgetting_known = False
 
     def say(self, text: str, style: str = "dim") -> None:
-        """Print a line that is no answer."""
+        """Print what is no answer."""
         is_file = not self._console.is_terminal  # where a line stays a line
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=is_file)
+        self._console.print(
+            printable(text), style=style, markup=False, highlight=False, soft_wrap=is_file
+        )
+
+    def say_error(self, error: PyspecError, prefix: str = "") -> None:
+        """Print one line on what could not be done."""
+        self.say(prefix + " ".join(str(error).split()), "red")
 
     def greet(self) -> None:
         """Say what is here and how to leave."""

@@ -216,6 +216,7 @@ def test_help_names_every_command(talk: Chat) -> None:
         ("/load nowhere.json", "cannot read nowhere.json: No such file or directory"),
         ("/save nowhere/talk.json", "cannot write nowhere/talk.json: No such file or directory"),
         ("/retry", "the conversation has no turn yet"),
+        ("/load a\x1b[31m\tb", "cannot read a␛[31m b: No such file"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_the_session_goes_on(
@@ -255,3 +256,39 @@ def test_ctrl_c_ends_a_run_through_a_pipe(pair: list[str]) -> None:
     process.send_signal(2)
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors.strip()) == (130, b"")
+
+
+# ---- the real pair ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.models
+def test_turns_with_the_real_pair_are_those_of_fresh_processes(tmp_path: Path) -> None:
+    def run(*lines: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*PYSPEC, "chat", "--temp", "0", "-n", "80"],
+            input="\n".join(lines),
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+
+    questions = (
+        "Write a Python function that adds two numbers.",
+        "And one that multiplies them?",
+        "Which of the two did you write first?",
+    )
+    whole = run(*questions, "/stats", "/save talk.json")
+    conversation = Conversation.load(tmp_path / "talk.json")
+    assert [turn.user for turn in conversation.turns] == list(questions)
+    assert whole.stdout == answers(conversation)
+    # What was evaluated for the first two turns was not evaluated again.
+    found = re.search(r"prompt of (\d+) \((\d+) kept\)", whole.stderr)
+    assert found is not None
+    assert 0.7 * int(found[1]) < int(found[2]) < int(found[1])
+
+    for n, turn in enumerate(conversation.turns):
+        Conversation(None, conversation.turns[:n]).save(tmp_path / "so-far.json")
+        fresh_run = run("/load so-far.json", turn.user)
+        assert fresh_run.stdout.rstrip("\n") == turn.assistant.rstrip("\n")

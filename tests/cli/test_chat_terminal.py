@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from pyspec.chat import prompt_ids
 from pyspec.conversation import Conversation
+from pyspec.engine import Engine
+from pyspec.sampling import SamplingParams
 from tests.models import all_bytes, write_llama
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
@@ -157,7 +160,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(
     # Large enough that its answer takes minutes.
     target = write_llama(tmp_path / "t.gguf", all_bytes(), width=256, layers=12, context=1 << 17)
     session = terminal(
-        "-m", target, "-d", chat_draft, "--ctx", "40000", "--show-drafts", "--seed", "1"
+        "-m", target, "-d", chat_draft, "--ctx", "40000", "--show-drafts", "--temp", "0"
     )
     session.press("hi", "Enter")
     # Some text is there when the answer is stopped, and what is typed meanwhile waits for the prompt.
@@ -175,6 +178,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(
     conversation = session.saved()
     assert [t.user for t in conversation.turns] == ["hi", "bye"]
     assert conversation.turns[0] == turn
+    # What was under way when it was stopped is in no answer that follows.
+    messages = conversation.messages()[:3]
+    with Engine(target, n_ctx=40000, threads=1) as engine:
+        ids = prompt_ids(engine.target, messages)
+        pieces = engine.generate(ids, SamplingParams(temperature=0, max_tokens=4))
+        assert conversation.turns[1].assistant == "".join(piece.text for piece in pieces)
     session.press("/quit", "Enter")
     session.wait("^status 0")
     assert "\x1b[32m" in session.screen("-e", "-S", "-")
