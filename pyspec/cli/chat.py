@@ -14,6 +14,8 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from pyspec import chat
 from pyspec.cli.answer import answer_stream, printable
@@ -287,9 +289,18 @@ class _Session:
         )
 
     def _table(self, rows: Mapping[str, str]) -> None:
-        width = max(map(len, rows)) + 2
-        for first, second in rows.items():
-            self.say(f"{first:<{width}}{second}", "")
+        """Print rows of two columns, on a terminal with the second one filled to its edge."""
+        if not self._console.is_terminal:
+            width = max(map(len, rows))
+            for first, second in rows.items():
+                self.say(f"{first:<{width}}  {second}", "")
+            return
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for cells in rows.items():
+            table.add_row(*map(Text, cells))
+        self._console.print(table)
 
     def system(self, text: str) -> None:
         """Set, drop or show the system message."""
