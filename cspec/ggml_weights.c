@@ -226,6 +226,13 @@ static bool is_private(const tensor *op)
     return token_count(op) * op->src[0]->ne[0] <= 1 << 14 && op->src[0]->ne[1] * op->src[0]->ne[0] <= 1 << 20;
 }
 
+/* Panels of a chunk where so many are left: three quarters of a thread's even share. So nearly all of a product is
+ * one long run of memory for each thread, and the chunks for which threads wait at its end are small. */
+static int64_t chunk_size(int64_t n_left, int32_t n_threads)
+{
+    return (3 * n_left + 4 * (int64_t)n_threads - 1) / (4 * (int64_t)n_threads);
+}
+
 size_t weights_work_size(int32_t n_threads, const tensor *op)
 {
     return activations_size(op) * (size_t)(is_private(op) ? n_threads : 1) + 64;
@@ -267,10 +274,13 @@ void weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
         ggml.ggml_threadpool_chunk_set(params->threadpool, params->nth);
     }
     ggml.ggml_barrier(params->threadpool);
-    const int64_t n_chunks = n_panels < 16 * (int64_t)params->nth ? n_panels : 16 * (int64_t)params->nth;
-    for (int64_t chunk = params->ith; chunk < n_chunks;
-         chunk = ggml.ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        matmul_multiply(&product, n_panels * chunk / n_chunks, n_panels * (chunk + 1) / n_chunks);
+    int64_t chunk = 0, first = 0;
+    for (int64_t mine = params->ith; first < n_panels;
+         mine = ggml.ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        for (; chunk < mine; chunk++) {
+            first += chunk_size(n_panels - first, params->nth);
+        }
+        matmul_multiply(&product, first, first + chunk_size(n_panels - first, params->nth));
     }
 }
 

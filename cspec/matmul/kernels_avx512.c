@@ -24,7 +24,7 @@ INLINE ints load(const uint8_t *at)
     return _mm512_loadu_si512(at);
 }
 
-/* The word of token t in an entry, in every lane: becomes the embedded broadcast of what uses it. */
+/* The word of token t in an entry, in every lane. */
 INLINE ints token_word(const uint8_t *entry, int t)
 {
     int32_t value;
@@ -42,6 +42,16 @@ INLINE floats token_float(const uint8_t *entry, int t)
 INLINE floats load_halves(const uint8_t *at)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+}
+
+/* sum += 4 products of unsigned weights with the word of token t, which becomes an embedded broadcast: GCC 12 loads it
+ * into a register of its own if it is left the choice. */
+INLINE ints add_products(ints sum, ints weights, const uint8_t *entry, int t)
+{
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0"
+            : "+v"(sum)
+            : "v"(weights), "m"(*(const uint8_t(*)[4])(entry + 4 * t)));
+    return sum;
 }
 
 /* a & mask | b */
@@ -150,7 +160,7 @@ INLINE void dots(enum quants quants, const int n, const uint8_t *at, const uint8
         const ints weights = unpack(quants, packed, high, i);
         UNROLL for (int t = 0; t < n; t++)
         {
-            sums[t] = _mm512_dpbusd_epi32(sums[t], weights, token_word(record + i * 4 * n, t));
+            sums[t] = add_products(sums[t], weights, record + i * 4 * n, t);
         }
     }
 }
