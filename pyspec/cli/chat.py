@@ -87,6 +87,7 @@ def command(
             sys.stdout.reconfigure(errors="replace")
         session = _Session(engine, settings, Conversation(system), console)
         if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
+            session.greet(Path(draft).stem for draft in drafts)
             _talk(session)
         elif not _answer_lines(session):
             sys.exit(1)
@@ -97,7 +98,6 @@ def _talk(session: _Session) -> None:
     # Only here, since a pipe does not need it and it takes a while to import.
     from pyspec.cli.prompt import typed_messages
 
-    session.greet()
     with session.interrupts.installed():
         for text in typed_messages(_candidates, _FILE_COMMANDS):
             try:
@@ -195,11 +195,10 @@ class _Session:
         """Print one line on what could not be done."""
         self.say(prefix + " ".join(str(error).split()), "red")
 
-    def greet(self) -> None:
+    def greet(self, drafts: Iterable[str]) -> None:
         """Say what is here and how to leave."""
-        engine = self.engine
-        self.say(f"{engine.target.path.stem}, {engine.n_ctx} tokens of context")
-        self.say("no draft" if engine.draft is None else f"draft: {engine.draft.path.stem}")
+        self.say(f"{self.engine.target.path.stem}, {self.engine.n_ctx} tokens of context")
+        self.say(f"draft: {', '.join(drafts) or 'none'}")
         self.say("/help lists the commands, Alt-Enter breaks a line, Ctrl-D leaves\n")
 
     def take(self, text: str) -> None:

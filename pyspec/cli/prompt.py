@@ -1,4 +1,4 @@
-"""The keyboard of a chat: editing, history, completion, and and files that are kept private."""
+"""What a user types in a chat: editing, completion, and a history that outlasts the session."""
 
 from __future__ import annotations
 

@@ -107,6 +107,7 @@ def test_typing_pasting_completing_and_leaving(
     terminal: Callable[..., Terminal], pair: list[str | Path]
 ) -> None:
     session = terminal(*pair, "-n", "4", "--temp", "0")
+    assert "chat-target, 4096 tokens of context\ndraft: chat-draft\n" in session.screen()
     session.press("one", "M-Enter", "two")
     session.ask("")
     session.press("not this", "C-c")
