@@ -108,6 +108,7 @@ class Engine:
         self._slots: list[Slot] = []
         self._costs: CostCurve | None = None
         self.draft: Model | None = None
+        self.drafts: list[Model] = []
         try:
             self.target = self._load(target)
             self.n_ctx = n_ctx or min(DEFAULT_CONTEXT, self.target.n_ctx_train)
@@ -145,7 +146,7 @@ class Engine:
         if self.target.is_recurrent and self.parallel > 1:
             raise ModelError(
                 f"{self.target.name}: its recurrent memory cannot take part in shared passes: "
-                "serve one request at a time"
+                "serve one request at a time (--parallel 1)"
             )
         if drafting and self._slots[0].context.max_rollback == 0:
             raise ModelError(
@@ -166,6 +167,7 @@ class Engine:
             return
         model = self._load(draft)
         self.draft = self.draft or model
+        self.drafts.append(model)
         check_same_vocabulary(self.target, model)
         # A draft evaluates one token at a time, and llama.cpp's snapshots do not reach past a pass.
         if model.is_recurrent:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from pyspec import bridge
 from pyspec.catalogue import format_size, load_catalogue
 from pyspec.cli.options import debug_option, model_options
 from pyspec.cli.pair import resolve_models
@@ -194,6 +195,9 @@ def command(
                 err=True,
             )
 
+        if notice := bridge.notice():
+            click.echo(f"pyspec: {notice}", err=True)
+
         def say_where() -> None:
             click.echo(_greeting(engine, settings, host, listener), err=True)
 
@@ -228,7 +232,7 @@ def _greeting(engine: Engine, settings: Settings, host: str, listener: socket.so
     """Where the service is, what it may need, and how to try it."""
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
-    models = [engine.target, *([engine.draft] if engine.draft else [])]
+    models = [engine.target, *engine.drafts]
     cache = sum(model.kv_bytes(engine.n_ctx) for model in models)
     body = json.dumps({"model": settings.model, "messages": [{"role": "user", "content": "Hello"}]})
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspec import chat
-from pyspec.engine import Engine
+from pyspec.engine import Engine, Gamma
 from pyspec.errors import ModelError, UsageError
 from pyspec.sampling import Rule, SamplingParams
 from pyspec.server import tools
@@ -41,7 +41,7 @@ class Plan:
 
     prompts: list[list[int]]
     params: list[SamplingParams]
-    gamma: int | None
+    gamma: Gamma | None
     rule: Rule
     tool_names: frozenset[str] | None = None
     begun: str = ""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from pyspec.engine import Engine
+from pyspec.engine import Engine, Gamma
 from pyspec.generation import Generation
 from pyspec.output import Piece
 from pyspec.sampling import Rule, SamplingParams
@@ -41,7 +41,7 @@ class Job:
 
     prompt: Sequence[int]
     params: SamplingParams
-    gamma: int | None
+    gamma: Gamma | None
     rule: Rule
     deliver: Callable[[Event], None]
     cancelled: bool = False

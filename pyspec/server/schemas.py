@@ -45,11 +45,9 @@ class Speculative(_Request):
     """Whether and how to draft. It changes the speed and never the distribution of the text."""
 
     enabled: bool = Field(default=True, description="Draft at all.")
-    gamma: int | None = Field(
+    gamma: Annotated[int, Field(ge=0, lt=MAX_WIDTH)] | Literal["auto"] | None = Field(
         default=None,
-        ge=0,
-        lt=MAX_WIDTH,
-        description="Tokens drafted a round; by default the service's.",
+        description="Tokens drafted a round, or auto to choose in each; by default the service's.",
     )
     rule: Literal["block", "token", "coupled"] | None = Field(
         default=None,

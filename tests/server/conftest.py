@@ -29,7 +29,7 @@ TOOLS_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def engine(chat_target: Path, chat_draft: Path) -> Iterator[Engine]:
-    with Engine(chat_target, chat_draft, n_ctx=512, threads=1, parallel=4) as engine:
+    with Engine(chat_target, chat_draft, gamma=4, n_ctx=512, threads=1, parallel=4) as engine:
         yield engine
 
 
@@ -48,7 +48,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def reference(chat_target: Path, chat_draft: Path) -> Iterator[Engine]:
     """The same pair in an engine of its own, for one request at a time."""
-    with Engine(chat_target, chat_draft, n_ctx=512, threads=1) as engine:
+    with Engine(chat_target, chat_draft, gamma=4, n_ctx=512, threads=1) as engine:
         yield engine
 
 

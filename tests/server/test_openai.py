@@ -199,6 +199,14 @@ def test_greedy_text_does_not_depend_on_how_it_was_drafted(
     assert (statistics["drafted"] > 0) == (gamma > 0)
 
 
+def test_the_draft_length_may_be_left_to_the_planner(
+    client: openai.OpenAI, reference: Engine
+) -> None:
+    text, _ = alone(reference, prompt_of(reference), **GREEDY)
+    answer = ask(client, extra_body={"speculative": {"gamma": "auto"}}, **GREEDY)
+    assert answer.choices[0].message.content == text
+
+
 def test_one_request_s_draft_length_is_not_the_next_one_s(client: openai.OpenAI) -> None:
     first = ask(client, **GREEDY)
     ask(client, extra_body={"speculative": {"gamma": 16}}, **GREEDY)
