@@ -10,6 +10,7 @@ Engines, by name:
     pyspec-plain         the same with gamma 0: nothing is drafted
     pyspec-gamma-N       the same with a fixed gamma of N (--sweep adds several)
     pyspec-no-draft      the default settings without a draft model
+    pyspec-squeezed      the default settings with the copy of the draft that `pyspec models squeeze` kept
     pyspec-useless       the default settings with a draft model of random weights
     llama-server         without a draft
     llama-server-N       with the draft, at most N tokens a round
@@ -45,6 +46,7 @@ from rich.progress import Progress
 from bench import decode_report, llama_server, prompts, useless_draft
 from pyspec.catalogue import load_catalogue, resolve
 from pyspec.errors import PyspecError
+from pyspec.squeeze import squeezed_path
 
 ENGINES = (
     "pyspec",
@@ -54,6 +56,7 @@ ENGINES = (
     "llama-server",
     *(f"llama-server-{n}" for n in (2, 3, 4, 8)),
 )
+ON_DEMAND = ("pyspec-squeezed",)
 SWEEP = (1, 2, 3, 4, 6, 8, 12)
 WARM_UP = 24  # tokens, before anything is measured
 N_CTX = 4096  # of every engine
@@ -104,11 +107,12 @@ def serve(target: Path, draft: Path, useless: Path, threads: int) -> None:
     from pyspec.engine import Engine
     from pyspec.llama import Model
     from pyspec.sampling import SamplingParams
+    from pyspec.squeeze import preferred_draft
 
     # Ctrl-C reaches every process of a terminal; the one that asks ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     model = Model(target)
-    drafts = {"no-draft": None, "useless": useless}
+    drafts = {"no-draft": None, "useless": useless, "squeezed": preferred_draft(target, draft)}
     engines: dict[str, Engine] = {}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -167,7 +171,13 @@ class Pyspec:
         return ids
 
     def stream(
-        self, ids: Sequence[int], *, engine: str, temperature: float, max_tokens: int, seed: int
+        self,
+        ids: Sequence[int],
+        *,
+        engine: str,
+        temperature: float,
+        max_tokens: int,
+        seed: int | None,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """As LlamaServer.stream, by the engine of that name."""
         self._ask(engine=engine, ids=ids, temperature=temperature, max_tokens=max_tokens, seed=seed)
@@ -192,6 +202,8 @@ class Bench:
         self._stack = ExitStack()
         self._options = options
         target, draft = resolve(options.model), resolve(options.draft)
+        if "pyspec-squeezed" in engines and not squeezed_path(target, draft).exists():
+            raise PyspecError(f"there is no copy yet: run pyspec models squeeze {options.draft}")
         useless = folder / "useless.gguf"
         if "pyspec-useless" in engines:
             useless_draft.write(useless, target)
@@ -317,7 +329,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="how many of each kind")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--tokens", type=int, default=200, help="most tokens of an answer")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), help="by name")
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=list(ENGINES),
+        metavar="NAME",
+        help="all but pyspec-squeezed if none are named",
+    )
     parser.add_argument(
         "--sweep",
         nargs="*",
@@ -326,7 +344,7 @@ def main() -> None:
         help=f"fixed gammas to measure too; {' '.join(map(str, SWEEP))} if none are named",
     )
     parser.add_argument("--threads", type=int, default=2, help="of every model of every engine")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="of every text; each has its own otherwise")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep what is measured here")
     parser.add_argument(
         "--llama-server", type=Path, metavar="FILE", help="the program, instead of building it"
@@ -338,9 +356,10 @@ def main() -> None:
         return
     swept = options.sweep if options.sweep != [] else SWEEP
     engines = [*options.engines, *(f"pyspec-gamma-{gamma}" for gamma in swept or ())]
-    unknown = [name for name in engines if name not in ENGINES and not _is_numbered(name)]
+    known = (*ENGINES, *ON_DEMAND)
+    unknown = [name for name in engines if name not in known and not _is_numbered(name)]
     if unknown:
-        parser.error(f"no engine is called {unknown[0]}; known: {', '.join(ENGINES)}")
+        parser.error(f"no engine is called {unknown[0]}; known: {', '.join(known)}")
     try:
         rows = measure_all(options, engines)
     except PyspecError as error:

@@ -129,6 +129,7 @@ def ratios(columns: Sequence[Rates]) -> Iterator[list[str]]:
         ("pyspec / plain", "pyspec", "pyspec-plain"),
         ("pyspec / best fixed gamma", "pyspec", "pyspec-gamma-*"),
         ("without a draft model / plain", "pyspec-no-draft", "pyspec-plain"),
+        ("with the squeezed draft / pyspec", "pyspec-squeezed", "pyspec"),
         ("with a useless draft model / plain", "pyspec-useless", "pyspec-plain"),
         ("plain / llama-server", "pyspec-plain", "llama-server"),
         ("llama-server with draft, best n / without", "llama-server-*", "llama-server"),

@@ -156,7 +156,7 @@ class LlamaServer:
         raise PyspecError(f"llama-server did not start: see {log}")
 
     def stream(
-        self, ids: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+        self, ids: Sequence[int], *, temperature: float, max_tokens: int, seed: int | None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Ask for a text.
 
@@ -167,7 +167,7 @@ class LlamaServer:
             "prompt": list(ids),
             "n_predict": max_tokens,
             "temperature": temperature,
-            "seed": seed,
+            "seed": -1 if seed is None else seed,
             # At temperature 0 the likeliest token without a look at the others; else nothing is cut off.
             "samplers": ["temperature"] if temperature > 0 else ["top_k"],
             "top_k": 1,

@@ -19,6 +19,7 @@ import numpy as np
 
 from pyspec.catalogue import models_folder
 from pyspec.engine import Engine
+from pyspec.errors import UsageError
 from pyspec.gguf_file import inspect_gguf
 from pyspec.llama import Context, Model, default_threads
 from pyspec.quantise import identity, quantise
@@ -84,48 +85,26 @@ def squeeze(setup: Setup) -> list[Variant]:
         The draft itself and the copies, the fastest first. The path of one that was not kept leads nowhere.
 
     Raises:
+        UsageError: The prompts yield no text.
         ModelError: llama.cpp cannot quantise this draft, or there is no room for the copies.
         VocabularyMismatchError: The draft's token ids do not mean what the target's do.
     """
     check_same_vocabulary(setup.target, setup.draft)
     original, kept = setup.draft.path, squeezed_path(setup.target.path, setup.draft.path)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    total = len(VARIANTS) + 2
-    advance = map(
-        setup.progress, itertools.repeat("copies"), itertools.count(), itertools.repeat(total)
-    )
-    next(advance)
-    texts = _write_texts(setup)
-    p = [_distributions(setup, setup.target, *text) for text in texts]
-    n_threads = setup.threads or default_threads()
-    threads = {"threads": n_threads, "draft_threads": setup.draft_threads or n_threads}
-    curve = measure_costs(setup, range(1, max(setup.gammas) + 2), **threads)
-    del curve[0]
-    next(advance)
+    done = itertools.count()
+
+    def advance() -> None:
+        setup.progress("copies", next(done), len(VARIANTS) + 2)
+
+    advance()
+    bench = _Bench(setup)
+    advance()
     variants: list[Variant] = []
     with TemporaryDirectory(dir=kept.parent, prefix=".") as folder:
-        copies = ((name, path) for name, path in _copies(original, Path(folder)))
-        for name, path in itertools.chain([(AS_IT_IS, original)], copies):
-            with closing(Model(path)) as model:
-                taken = measure_costs(replace(setup, draft=model), (1,), **threads)
-                overlaps = [
-                    _overlap(p_rows, _distributions(setup, model, *text))
-                    for p_rows, text in zip(p, texts, strict=True)
-                ]
-            acceptance = float(np.concatenate(overlaps).mean())
-            c = taken[0] / taken[1]
-            costs = Costs(tuple(curve.values()), c * curve[1])
-            variants.append(
-                Variant(
-                    name,
-                    path,
-                    inspect_gguf(path).bytes_read,
-                    c,
-                    acceptance,
-                    max(speedup([acceptance] * gamma, gamma, costs) for gamma in setup.gammas),
-                )
-            )
-            next(advance)
+        for name, path in itertools.chain([(AS_IT_IS, original)], _copies(original, Path(folder))):
+            variants.append(bench.measure(name, path))
+            advance()
         as_it_is = variants[0]
         variants.sort(key=lambda variant: -variant.speedup)
         best = variants[0]
@@ -155,20 +134,56 @@ def _types(path: Path) -> tuple[int, tuple[tuple[str, int], ...]]:
     return info.bytes_read, tuple(sorted(info.tensor_types.items()))
 
 
-# ---- acceptance --------------------------------------------------------------------------------------
+# ---- measuring ---------------------------------------------------------------------------------------
+
+
+class _Bench:
+    """What every copy is measured on: texts of the target and its distributions along them, and its costs."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._texts = _write_texts(setup)
+        self._p = [_distributions(setup, setup.target, *text) for text in self._texts]
+        threads = setup.threads or default_threads()
+        self._threads = {"threads": threads, "draft_threads": setup.draft_threads or threads}
+        costs = measure_costs(setup, range(1, max(setup.gammas) + 2), **self._threads)
+        self._target_costs = [costs[width] for width in sorted(costs) if width > 0]
+
+    def measure(self, name: str, path: Path) -> Variant:
+        """See how one does."""
+        setup = self._setup
+        with closing(Model(path)) as model:
+            taken = measure_costs(replace(setup, draft=model), (1,), **self._threads)
+            overlaps = [
+                _overlap(p, _distributions(setup, model, *text))
+                for p, text in zip(self._p, self._texts, strict=True)
+            ]
+        acceptance = float(np.concatenate(overlaps).mean())
+        # Of passes at the same time, which what else runs slows down alike.
+        c = taken[0] / taken[1]
+        costs = Costs(tuple(self._target_costs), c * self._target_costs[0])
+        predicted = max(speedup([acceptance] * gamma, gamma, costs) for gamma in setup.gammas)
+        return Variant(name, path, inspect_gguf(path).bytes_read, c, acceptance, predicted)
 
 
 def _write_texts(setup: Setup) -> list[tuple[Sequence[int], list[int]]]:
-    """The prompts, and what the target alone writes after each."""
+    """The prompts, and what the target alone writes after each.
+
+    Raises:
+        UsageError: They are all empty.
+    """
     params = replace(setup.params, max_tokens=setup.tokens)
     with Engine(setup.target, n_ctx=setup.n_ctx, threads=setup.threads) as engine:
-        return [
+        texts = [
             (
                 prompt,
                 [token.id for piece in engine.generate(prompt, params) for token in piece.tokens],
             )
             for prompt in setup.prompts
         ]
+    if not any(text for _, text in texts):
+        raise UsageError("the texts end at once: give prompts with longer answers")
+    return texts
 
 
 def _distributions(
