@@ -9,7 +9,7 @@ Engines, by name:
     pyspec               the default settings with target and draft
     pyspec-plain         the same with gamma 0: nothing is drafted
     pyspec-gamma-N       the same with a fixed gamma of N (--sweep adds several)
-    pyspec-no-draft      the default settings without a draft model
+    pyspec-no-draft      the default settings without a draft model: copying from the text
     pyspec-squeezed      the default settings with the copy of the draft that `pyspec models squeeze` kept
     pyspec-useless       the default settings with a draft model of random weights
     llama-server         without a draft
@@ -112,7 +112,7 @@ def serve(target: Path, draft: Path, useless: Path, threads: int) -> None:
     # Ctrl-C reaches every process of a terminal; the one that asks ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     model = Model(target)
-    drafts = {"no-draft": None, "useless": useless, "squeezed": preferred_draft(target, draft)}
+    drafts = {"no-draft": "ngram", "useless": useless, "squeezed": preferred_draft(target, draft)}
     engines: dict[str, Engine] = {}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from pyspec.catalogue import models_folder
+from pyspec.costs import CostCurve
 from pyspec.engine import Engine
 from pyspec.errors import UsageError
 from pyspec.gguf_file import inspect_gguf
@@ -147,7 +148,8 @@ class _Bench:
         threads = setup.threads or default_threads()
         self._threads = {"threads": threads, "draft_threads": setup.draft_threads or threads}
         costs = measure_costs(setup, range(1, max(setup.gammas) + 2), **self._threads)
-        self._target_costs = [costs[width] for width in sorted(costs) if width > 0]
+        del costs[0]
+        self._target_costs = CostCurve(list(costs), list(costs.values()))
 
     def measure(self, name: str, path: Path) -> Variant:
         """See how one does."""
@@ -161,7 +163,7 @@ class _Bench:
         acceptance = float(np.concatenate(overlaps).mean())
         # Of passes at the same time, which what else runs slows down alike.
         c = taken[0] / taken[1]
-        costs = Costs(tuple(self._target_costs), c * self._target_costs[0])
+        costs = Costs(self._target_costs, c * self._target_costs(1))
         predicted = max(speedup([acceptance] * gamma, gamma, costs) for gamma in setup.gammas)
         return Variant(name, path, inspect_gguf(path).bytes_read, c, acceptance, predicted)
 

@@ -19,7 +19,7 @@ from pyspec.cli.prompt_files import measurement_options, read_prompts
 from pyspec.errors import UsageError
 from pyspec.llama import Model
 from pyspec.sampling import Rule, SamplingParams
-from pyspec.tune import PROMPTS, Report, Setup, tune
+from pyspec.tune import PROMPTS, Report, Setup, Speed, tune
 
 
 @click.command(name="tune")
@@ -98,14 +98,17 @@ class _Table(NamedTuple):
 
 def _tables(report: Report) -> Iterator[_Table]:
     costs, acceptance = report.costs, report.acceptance
-    one = costs.target[0]
     yield _Table(
         "What passes cost",
         ("pass", "ms", "of a plain pass"),
         [
             *(
-                (f"target, {width} token{'s' * (width > 1)}", _ms(cost), f"{cost / one:.2f}")
-                for width, cost in enumerate(costs.target, start=1)
+                (
+                    f"target, {width} token{'s' * (width > 1)}",
+                    _ms(seconds),
+                    f"{seconds / costs.target(1):.2f}",
+                )
+                for width, seconds in zip(costs.target.widths, costs.target.seconds, strict=True)
             ),
             ("draft, a step", _ms(costs.draft), f"{costs.c:.2f}"),
         ],
@@ -133,16 +136,21 @@ def _tables(report: Report) -> Iterator[_Table]:
         "What draft lengths bring",
         ("gamma", "tokens a round", "tokens/s", "speed-up", "predicted", "paper's formula"),
         [
-            (
-                f"{speed.gamma}",
-                f"{speed.tokens_per_round:.2f}",
-                f"{speed.tokens_per_second:.1f}",
-                f"{speed.speedup:.2f}",
-                f"{speed.predicted:.2f}",
-                f"{speed.paper:.2f}",
-            )
-            for speed in report.speeds
+            *(
+                (*_measured(speed), f"{speed.predicted:.2f}", f"{speed.paper:.2f}")
+                for speed in report.speeds
+            ),
+            (*_measured(report.auto), "", ""),
         ],
+    )
+
+
+def _measured(speed: Speed) -> tuple[str, ...]:
+    return (
+        f"{speed.gamma}",
+        f"{speed.tokens_per_round:.2f}",
+        f"{speed.tokens_per_second:.1f}",
+        f"{speed.speedup:.2f}",
     )
 
 

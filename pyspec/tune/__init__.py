@@ -17,7 +17,7 @@ from pyspec.tune.measure import (
     thread_counts,
 )
 from pyspec.tune.predict import Costs, paper_speedup, speedup, tokens_per_round
-from pyspec.tune.report import Report, tune
+from pyspec.tune.report import Report, Speed, tune
 
 __all__ = [
     "GAMMAS",
@@ -27,6 +27,7 @@ __all__ = [
     "Report",
     "Run",
     "Setup",
+    "Speed",
     "measure_costs",
     "measure_runs",
     "paper_speedup",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pyspec.engine import DEFAULT_CONTEXT, Engine
+from pyspec.engine import AUTO, DEFAULT_CONTEXT, Engine, Gamma
 from pyspec.errors import UsageError
 from pyspec.llama import Context, Model, default_threads
 from pyspec.output import Source, Token
@@ -183,14 +183,15 @@ class Run:
     """The texts written with one draft length.
 
     Attributes:
-        gamma: Tokens drafted a round.
+        gamma: Tokens drafted a round with the draft model; or "auto", the default, where the engine chooses
+            and may also copy from the text.
         tokens: Written after the first round of each text.
         seconds: That they took.
         rounds: In which they were written.
-        acceptance: Of drafted tokens.
+        acceptance: Of drafted tokens; not counted with "auto".
     """
 
-    gamma: int
+    gamma: Gamma
     tokens: int = 0
     seconds: float = 0.0
     rounds: int = 0
@@ -223,7 +224,8 @@ class Run:
         for round_ in itertools.islice(_rounds(tokens), 1, None):
             self.tokens += len(round_)
             self.rounds += 1
-            self.acceptance.count(self.gamma, len(round_) - 1)
+            if self.gamma != AUTO:
+                self.acceptance.count(self.gamma, len(round_) - 1)
 
 
 def _rounds(tokens: Iterable[Token]) -> Iterator[list[Token]]:
@@ -240,8 +242,8 @@ def _rounds(tokens: Iterable[Token]) -> Iterator[list[Token]]:
 
 
 def measure_runs(setup: Setup) -> list[Run]:
-    """Write every prompt's text with each draft length, all taking turns."""
-    runs = [Run(gamma) for gamma in setup.gammas]
+    """Write every prompt's text with each draft length and with "auto", all taking turns."""
+    runs = [*(Run(gamma) for gamma in setup.gammas), Run(AUTO)]
     with Engine(
         setup.target,
         setup.draft,

@@ -28,8 +28,8 @@ def draw(report: Report, title: str, path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
-    costs = [1e3 * seconds for seconds in report.costs.target]
-    left.plot(range(1, len(costs) + 1), costs, "o-", label="target pass")
+    curve = report.costs.target
+    left.plot(curve.widths, [1e3 * seconds for seconds in curve.seconds], "o-", label="target pass")
     left.axhline(1e3 * report.costs.draft, color="C1", linestyle="--", label="draft step")
     left.set(xlabel="tokens in the pass", ylabel="ms", ylim=(0, None))
     speeds = sorted(report.speeds, key=lambda speed: speed.gamma)
@@ -37,6 +37,7 @@ def draw(report: Report, title: str, path: Path) -> None:
     right.plot(gammas, [speed.speedup for speed in speeds], "o-", label="measured")
     right.plot(gammas, [speed.predicted for speed in speeds], "--", label="from the costs")
     right.plot(gammas, [speed.paper for speed in speeds], ":", label="paper's formula")
+    right.axhline(report.auto.speedup, color="C3", linewidth=0.8, label="auto, the default")
     right.axhline(1, color="grey", linewidth=0.8)
     right.set(xlabel="tokens drafted a round", ylabel="speed-up", ylim=(0, None))
     for axes in (left, right):

@@ -6,31 +6,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pyspec.costs import CostCurve
+
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds that the parts of a round take.
 
     Attributes:
-        target: [n] a pass over 1, 2, ... n tokens, with the distributions that follow from it.
+        target: A pass, with the distributions that follow from it.
         draft: Drawing one drafted token.
     """
 
-    target: tuple[float, ...]
+    target: CostCurve
     draft: float
 
     @property
     def c(self) -> float:
         """A draft step as a share of a target pass over one token."""
-        return self.draft / self.target[0]
+        return self.draft / self.target(1)
 
     def round(self, gamma: int) -> float:
         """Drawing gamma tokens and checking them."""
-        return gamma * self.draft + self.target[gamma]
+        return gamma * self.draft + self.target(gamma + 1)
 
     def added(self, gamma: int) -> float:
         """What the gamma-th drafted token adds to a round, as a share of a target pass over one token."""
-        return (self.round(gamma) - self.round(gamma - 1)) / self.target[0]
+        return (self.round(gamma) - self.round(gamma - 1)) / self.target(1)
 
 
 def paper_speedup(a: float, gamma: int, c: float) -> float:
@@ -59,4 +61,4 @@ def tokens_per_round(by_position: Sequence[float], gamma: int) -> float:
 
 def speedup(by_position: Sequence[float], gamma: int, costs: Costs) -> float:
     """How many times as fast as plain decoding, from the full cost curve. Arguments as above."""
-    return tokens_per_round(by_position, gamma) * costs.target[0] / costs.round(gamma)
+    return tokens_per_round(by_position, gamma) * costs.target(1) / costs.round(gamma)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from pyspec import bridge
+from pyspec.costs import CostCurve
+from pyspec.engine import AUTO, Gamma
 from pyspec.llama import default_threads
 from pyspec.tune.measure import Acceptance, Run, Setup, measure_costs, measure_runs, thread_counts
 from pyspec.tune.predict import Costs, paper_speedup, speedup
@@ -31,18 +33,28 @@ class ThreadCosts:
 
 @dataclass(frozen=True)
 class Speed:
-    """What one draft length brought, and what was predicted.
+    """What one draft length brought.
 
     Attributes:
         speedup: Tokens a second as a multiple of those without a draft.
-        predicted: The same from the costs and the acceptance by position.
+    """
+
+    gamma: Gamma
+    tokens_per_round: float
+    tokens_per_second: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class FixedSpeed(Speed):
+    """What one that does not change brought, and what was predicted.
+
+    Attributes:
+        predicted: The speed-up from the costs and the acceptance by position.
         paper: The same by the paper's formula.
     """
 
     gamma: int
-    tokens_per_round: float
-    tokens_per_second: float
-    speedup: float
     predicted: float
     paper: float
 
@@ -72,24 +84,36 @@ class Report:
         return total
 
     @cached_property
-    def speeds(self) -> tuple[Speed, ...]:
-        """One for each draft length."""
-        plain = next(run for run in self.runs if run.gamma == 0).tokens_per_second
+    def speeds(self) -> tuple[FixedSpeed, ...]:
+        """One for each fixed draft length."""
         return tuple(
-            Speed(
+            FixedSpeed(
                 gamma=run.gamma,
-                tokens_per_round=run.tokens / run.rounds,
-                tokens_per_second=run.tokens_per_second,
-                speedup=run.tokens_per_second / plain,
                 predicted=speedup(self.acceptance.by_position, run.gamma, self.costs),
                 paper=paper_speedup(self.acceptance.rate, run.gamma, self.costs.c),
+                **self._measured(run),
             )
             for run in self.runs
+            if run.gamma != AUTO
         )
 
+    @cached_property
+    def auto(self) -> Speed:
+        """What the engine's own choice brought."""
+        run = next(run for run in self.runs if run.gamma == AUTO)
+        return Speed(gamma=AUTO, **self._measured(run))
+
+    def _measured(self, run: Run) -> dict[str, float]:
+        plain = next(run for run in self.runs if run.gamma == 0)
+        return {
+            "tokens_per_round": run.tokens / run.rounds,
+            "tokens_per_second": run.tokens_per_second,
+            "speedup": run.tokens_per_second / plain.tokens_per_second,
+        }
+
     @property
-    def best(self) -> Speed:
-        """The fastest draft length, 0 excepted."""
+    def best(self) -> FixedSpeed:
+        """The fastest fixed draft length, 0 excepted."""
         return max((s for s in self.speeds if s.gamma > 0), key=lambda speed: speed.speedup)
 
     @property
@@ -99,7 +123,14 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        """Whether drafting pays, and if not why."""
+        """Whether drafting pays, if not why, and what the default makes of it."""
+        auto = self.auto
+        return (
+            f"{self._verdict()} With gamma auto, the default, it is {auto.speedup:.2f} times as fast, "
+            f"{auto.tokens_per_second:.1f} tokens/s."
+        )
+
+    def _verdict(self) -> str:
         best, plain = self.best, next(s for s in self.speeds if s.gamma == 0)
         figures = (
             f"{best.tokens_per_second:.1f} tokens/s with gamma {best.gamma}, "
@@ -136,7 +167,7 @@ class Report:
             "conclusion": self.conclusion,
             "best_gamma": self.best.gamma,
             "costs": {
-                "target_ms": [1e3 * seconds for seconds in self.costs.target],
+                "target_ms": [1e3 * seconds for seconds in self.costs.target.seconds],
                 "draft_ms": 1e3 * self.costs.draft,
                 "c": self.costs.c,
             },
@@ -157,7 +188,8 @@ class Report:
                 "examined": acceptance.examined,
                 "accepted": acceptance.accepted,
             },
-            "gammas": [vars(speed) for speed in self.speeds],
+            "gammas": [asdict(speed) for speed in self.speeds],
+            "auto": asdict(self.auto),
         }
 
 
@@ -186,7 +218,7 @@ def tune(setup: Setup) -> Report:
     draft = costs.pop(0)
     kernels = bridge.attach_kernels()
     return Report(
-        Costs(tuple(costs.values()), draft),
+        Costs(CostCurve(list(costs), list(costs.values())), draft),
         tuple(by_threads),
         tuple(measure_runs(setup)),
         None if kernels.instructions else kernels.reason,

@@ -40,7 +40,7 @@ def test_tables_and_a_conclusion(pair: list[str]) -> None:
         str(position) for position in range(1, 13)
     ]
     rows = [line.split("\t") for line in gammas.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4", "6", "8", "12"]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4", "6", "8", "12", "auto"]
     assert rows[0][3:] == ["1.00"] * 3, "plain decoding is the unit"
     assert "Drafting " in conclusion.splitlines()[1]
 
@@ -66,6 +66,8 @@ def test_as_json(pair: list[str], chat_target: Path, chat_draft: Path) -> None:
     assert plain["speedup"] == plain["predicted"] == plain["paper"] == 1
     best = max(drafted, key=lambda speed: float(speed["speedup"]))
     assert report["best_gamma"] == best["gamma"]
+    assert report["auto"]["gamma"] == "auto"
+    assert report["auto"]["speedup"] > 0
     assert report["pays"] == report["conclusion"].startswith("Drafting pays: ")
 
 
