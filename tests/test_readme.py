@@ -43,7 +43,7 @@ def folder(chat_target: Path, chat_draft: Path, tmp_path: Path) -> Path:
     """Where the README's reader might be: with models under the names it uses, and a change to show."""
     for name in ("big", "target", "model"):
         (tmp_path / f"{name}.gguf").symlink_to(chat_target)
-    for name in ("small", "draft"):
+    for name in ("small", "smaller", "draft"):
         (tmp_path / f"{name}.gguf").symlink_to(chat_draft)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     (tmp_path / "notes.txt").write_text("one\n")

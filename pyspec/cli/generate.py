@@ -175,6 +175,13 @@ def _as_text(statistics: Statistics) -> str:
             f"verified draft tokens accepted ({_figure(rate)} %), {s.drafted} drafted; "
             f"rounds by accepted tokens: {' '.join(map(str, s.accepted_histogram))}"
         )
+    if len(s.sources) > 1:
+        lines += [
+            f"  {name}: {c.accepted} of {c.verified} accepted in {c.rounds} rounds"
+            for name, c in s.sources.items()
+        ]
+    if s.predicted_tokens_per_second is not None:
+        lines.append(f"planned for {_figure(s.predicted_tokens_per_second)} tokens/s")
     lines.append(
         f"prefill {s.prefill_s:.2f} s, draft {s.draft_s:.2f} s, verify {s.verify_s:.2f} s, "
         f"sample {s.sample_s:.2f} s; seed {s.seed}"
