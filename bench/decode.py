@@ -377,7 +377,10 @@ def _is_numbered(name: str) -> bool:
 
 
 def _matters(variable: str) -> bool:
-    return variable.startswith(("OMP_", "GOMP_", "GGML_", "PYSPEC_")) and variable != "PYSPEC_HOME"
+    """Whether a variable may change what is measured."""
+    if variable in ("PYSPEC_HOME", "PYSPEC_OFFLINE", "GGML_NO_BACKTRACE"):
+        return False
+    return variable.startswith(("OMP_", "GOMP_", "GGML_", "PYSPEC_"))
 
 
 if __name__ == "__main__":

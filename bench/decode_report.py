@@ -171,4 +171,6 @@ def _cell(sample: Sample, statistic: str, *, digits: int) -> str:
     if not len(sample):
         return ""
     value, low, high = interval(sample, statistic)
+    if len(sample) == 1:
+        return f"{value:.{digits}f}"
     return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

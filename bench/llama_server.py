@@ -6,9 +6,11 @@ speculative decoding.
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +31,7 @@ _CMAKE_OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_UI=OFF",
 )
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LONGEST_START = 300.0  # seconds; the weights may have to come from disk
 
 
@@ -135,7 +138,9 @@ class LlamaServer:
             command += ["-md", str(draft), "--spec-type", "draft-simple"]
             command += ["--spec-draft-n-max", f"{n_max}", "-td", f"{threads}", "-tbd", f"{threads}"]
         with log.open("w") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent
+            )
         try:
             self._wait_until_ready(log)
         except BaseException:
@@ -192,6 +197,11 @@ class LlamaServer:
         """End the process."""
         self._process.terminate()
         self._process.wait()
+
+
+def _end_with_parent() -> None:
+    """Have Linux end this process when the one that started it ends, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _free_port() -> int:
