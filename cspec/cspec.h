@@ -278,6 +278,15 @@ int32_t cspec_kernels_attach(const char *library, int32_t instructions, int32_t 
  * that no kernel takes in ggml's own, and none in another extra buffer type's. Off at first. */
 void cspec_kernels_offer(int32_t on);
 
+/* Rows of packed weights that are computed together. */
+enum { CSPEC_PANEL_ROWS = 16 };
+
+/* Has the passes that follow compute only some logits, of models whose output matrix has n_rows rows in the kernels'
+ * layout; the others are -inf. Call it between passes, and keep panels until it is called again.
+ *
+ *   panels  [n_panels] ascending, at least one: panel i is the rows from 16 i on. Null: all logits are computed */
+void cspec_kernels_shortlist(const int32_t *panels, int64_t n_panels, int64_t n_rows);
+
 /* ---- matrix products (matmul/) ---------------------------------------------------------------------
  *
  * What the bridge computes products with, for tests and measurements. type is ggml's number of a weight type.
@@ -303,8 +312,11 @@ void cspec_matmul_pack(int32_t type, int64_t n_rows, int64_t n_k, const void *ro
 /* Bytes of scratch for the activations of n_tokens tokens. */
 size_t cspec_matmul_activations_size(int32_t type, int64_t n_k, int64_t n_tokens);
 
-/* out [n_tokens][n_rows] = x [n_tokens][n_k] times the weights' transpose, in n_parts as so many threads would. */
+/* out [n_tokens][n_rows] = x [n_tokens][n_k] times the weights' transpose, in n_parts as so many threads would.
+ *
+ *   listed  [n_listed] the panels to compute, ascending, as for cspec_kernels_shortlist; null: all */
 void cspec_matmul(int32_t instructions, int32_t type, int64_t n_rows, int64_t n_k, int64_t n_tokens,
-                  const void *packed, const float *x, void *activations, float *out, int32_t n_parts);
+                  const void *packed, const float *x, void *activations, float *out, const int32_t *listed,
+                  int64_t n_listed, int32_t n_parts);
 
 #endif

@@ -567,6 +567,11 @@ void cspec_kernels_offer(int32_t on)
     weights_offer(on != 0);
 }
 
+void cspec_kernels_shortlist(const int32_t *panels, int64_t n_panels, int64_t n_rows)
+{
+    weights_shortlist(panels, n_panels, n_rows);
+}
+
 void cspec_bridge_enable(int32_t on)
 {
     atomic_store(&enabled, on != 0);
@@ -641,6 +646,11 @@ int32_t cspec_kernels_attach(const char *library, int32_t instructions, int32_t 
 void cspec_kernels_offer(int32_t on)
 {
     (void)on;
+}
+
+void cspec_kernels_shortlist(const int32_t *panels, int64_t n_panels, int64_t n_rows)
+{
+    (void)panels, (void)n_panels, (void)n_rows;
 }
 
 #endif

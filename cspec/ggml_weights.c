@@ -3,6 +3,7 @@
 
 #if defined(__linux__) && defined(__LP64__) && (defined(__x86_64__) || defined(__aarch64__))
 
+#include "cspec.h"
 #include "matmul/matmul.h"
 
 #include <dlfcn.h>
@@ -41,8 +42,16 @@ static struct {
 } ggml;
 #undef MEMBER
 
+_Static_assert(CSPEC_PANEL_ROWS == MATMUL_ROWS, "Python counts rows of panels");
+
 static buffer_type *ours; /* null until structures have been compared */
 static atomic_int level = MATMUL_OFF;
+
+/* Changed between passes only. */
+static struct {
+    const int32_t *panels; /* [n_panels]; null: there is none */
+    int64_t n_panels, n_rows;
+} shortlist;
 
 static size_t align(size_t size)
 {
@@ -233,6 +242,12 @@ static int64_t chunk_size(int64_t n_left, int32_t n_threads)
     return (3 * n_left + 4 * (int64_t)n_threads - 1) / (4 * (int64_t)n_threads);
 }
 
+/* Whether they are an output matrix, of its own or the embeddings'. */
+static bool makes_logits(const tensor *weights)
+{
+    return strcmp(weights->name, "output.weight") == 0 || strcmp(weights->name, "token_embd.weight") == 0;
+}
+
 size_t weights_work_size(int32_t n_threads, const tensor *op)
 {
     return activations_size(op) * (size_t)(is_private(op) ? n_threads : 1) + 64;
@@ -242,7 +257,7 @@ void weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
 {
     const tensor *weights = op->src[0], *x = op->src[1];
     const struct matmul_type *type = type_of(weights);
-    const int64_t n_tokens = token_count(op), n_panels = matmul_panels(weights->ne[1]);
+    const int64_t n_tokens = token_count(op);
     const int64_t n_blocks = weights->ne[0] / type->block;
     const bool private = is_private(op);
     uint8_t *scratch = (uint8_t *)align((uintptr_t)params->wdata);
@@ -261,7 +276,10 @@ void weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
         .activations = scratch,
         .out = op->data,
         .stride = op->nb[1] / sizeof(float),
+        .listed = makes_logits(weights) && weights->ne[1] == shortlist.n_rows ? shortlist.panels : NULL,
+        .n_listed = shortlist.n_panels,
     };
+    const int64_t n_panels = matmul_product_panels(&product);
     if (private) {
         matmul_quantise(type, n_blocks, &tokens, n_tokens, scratch, 0, n_blocks);
         matmul_multiply(&product, n_panels * params->ith / params->nth, n_panels * (params->ith + 1) / params->nth);
@@ -363,6 +381,13 @@ const char *weights_attach(void *library, buffer_type *entry)
 void weights_set_level(int32_t new_level)
 {
     atomic_store(&level, new_level);
+}
+
+void weights_shortlist(const int32_t *panels, int64_t n_panels, int64_t n_rows)
+{
+    shortlist.panels = panels;
+    shortlist.n_panels = n_panels;
+    shortlist.n_rows = n_rows;
 }
 
 void weights_offer(bool on)

@@ -25,6 +25,9 @@ const char *weights_attach(void *library, struct cspec_ggml_buffer_type *entry);
 /* The instruction set of the products that follow; MATMUL_OFF: nothing new comes here. */
 void weights_set_level(int32_t level);
 
+/* Which panels of an output matrix of n_rows rows are computed by the passes that follow; panels null: all. */
+void weights_shortlist(const int32_t *panels, int64_t n_panels, int64_t n_rows);
+
 /* Whether models are loaded into this buffer type, and no other extra one. */
 void weights_offer(bool on);
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import llama_cpp
+import numpy as np
+import numpy.typing as npt
 
 from pyspec import worker
 from pyspec._cspec import ffi, lib
@@ -56,6 +58,9 @@ class KernelStatus:
     instructions: str
     reason: str = ""
 
+
+# Rows of a weight matrix that the kernels compute together.
+PANEL_ROWS: int = lib.CSPEC_PANEL_ROWS
 
 # Names of the instruction sets, as PYSPEC_KERNELS takes them, by cspec's number.
 INSTRUCTIONS = ("off", "c", "avx2", "avx512")
@@ -154,6 +159,26 @@ def packed_weights() -> Iterator[bool]:
         yield packed
     finally:
         lib.cspec_kernels_offer(0)
+
+
+@contextmanager
+def shortlist(panels: npt.NDArray[np.int32] | None, n_rows: int) -> Iterator[None]:
+    """While it lasts, passes compute only some rows of an output matrix; the other logits are -inf.
+
+    Nothing changes where the matrix is not in the kernels' layout. For use on the worker, around one pass.
+
+    Args:
+        panels: Ascending numbers of groups of PANEL_ROWS rows; None for all rows.
+        n_rows: Rows of the matrix.
+    """
+    if panels is None:
+        yield
+        return
+    lib.cspec_kernels_shortlist(ffi.from_buffer("int32_t[]", panels), len(panels), n_rows)
+    try:
+        yield
+    finally:
+        lib.cspec_kernels_shortlist(ffi.NULL, 0, 0)
 
 
 def set_exact_width(n_tokens: int | None) -> None:

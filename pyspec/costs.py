@@ -106,6 +106,7 @@ def _key(context: Context) -> str:
         _fingerprint(context.model),
         context.threads,
         context.n_logits > 1,
+        None if context.panels is None else len(context.panels),
         bridge.attach_kernels().instructions,
         version(),
         system_info(),

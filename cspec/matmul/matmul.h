@@ -126,9 +126,14 @@ struct matmul_product {
     const void *activations;
     float *out; /* [n_tokens][stride] */
     size_t stride;
+    const int32_t *listed; /* [n_listed] the panels to compute, ascending; rows of others are -inf. null: all */
+    int64_t n_listed;      /* at least 1 */
 };
 
-/* Panels first to last - 1 times all tokens. */
+/* Panels to compute. */
+int64_t matmul_product_panels(const struct matmul_product *product);
+
+/* Of the panels to compute those from first to last - 1, times all tokens. */
 void matmul_multiply(const struct matmul_product *product, int64_t first, int64_t last);
 
 /* Whether every kernel of a level gives the bits of plain C on panels of random bytes. */

@@ -2,6 +2,7 @@
 #include "../cspec.h"
 #include "matmul.h"
 
+#include <math.h>
 #include <string.h>
 
 /* Panels are taken in groups that stay in a core's second-level cache while all tiles pass over them. */
@@ -29,6 +30,33 @@ static matmul_kernel *find_kernel(int32_t level, const struct matmul_type *type,
                                   : NULL;
 }
 
+int64_t matmul_product_panels(const struct matmul_product *product)
+{
+    return product->listed != NULL ? product->n_listed : matmul_panels(product->n_rows);
+}
+
+/* The rows from first to last - 1 of n tokens, which are not computed. */
+static void leave_out(float *out, size_t stride, int32_t n, int64_t first, int64_t last)
+{
+    for (int32_t t = 0; t < n; t++) {
+        for (int64_t row = first; row < last; row++) {
+            out[(size_t)t * stride + (size_t)row] = -INFINITY;
+        }
+    }
+}
+
+/* Leaves out the rows between the index-th of the listed panels and the next, and those before the first. */
+static void leave_out_around(const struct matmul_product *product, int64_t index, float *out, int32_t n)
+{
+    const int64_t end = (product->listed[index] + (int64_t)1) * MATMUL_ROWS;
+    const int64_t next = index + 1 < product->n_listed ? product->listed[index + 1] * (int64_t)MATMUL_ROWS
+                                                       : product->n_rows;
+    leave_out(out, product->stride, n, end, next);
+    if (index == 0) {
+        leave_out(out, product->stride, n, 0, product->listed[0] * (int64_t)MATMUL_ROWS);
+    }
+}
+
 void matmul_multiply(const struct matmul_product *product, int64_t first, int64_t last)
 {
     const struct matmul_type *type = product->type;
@@ -42,7 +70,8 @@ void matmul_multiply(const struct matmul_product *product, int64_t first, int64_
             const int32_t n = (int32_t)(matmul_tile_start(product->n_tokens, tile + 1) - token);
             const uint8_t *records = (const uint8_t *)product->activations + (size_t)token * token_size;
             matmul_kernel *kernel = find_kernel(product->level, type, n);
-            for (int64_t panel = start; panel < end; panel++) {
+            for (int64_t index = start; index < end; index++) {
+                const int64_t panel = product->listed != NULL ? product->listed[index] : index;
                 const int64_t row = panel * MATMUL_ROWS, rows = product->n_rows - row;
                 const uint8_t *weights = (const uint8_t *)product->panels + (size_t)panel * panel_size;
                 float edge[MATMUL_TOKENS][MATMUL_ROWS];
@@ -57,6 +86,9 @@ void matmul_multiply(const struct matmul_product *product, int64_t first, int64_
                 }
                 for (int32_t t = 0; !whole && t < n; t++) {
                     memcpy(out + (size_t)t * product->stride, edge[t], (size_t)rows * sizeof(float));
+                }
+                if (product->listed != NULL) {
+                    leave_out_around(product, index, product->out + (size_t)token * product->stride, n);
                 }
             }
         }
@@ -157,17 +189,19 @@ int32_t cspec_matmul_has(int32_t instructions)
 }
 
 void cspec_matmul(int32_t instructions, int32_t type, int64_t n_rows, int64_t n_k, int64_t n_tokens,
-                  const void *packed, const float *x, void *activations, float *out, int32_t n_parts)
+                  const void *packed, const float *x, void *activations, float *out, const int32_t *listed,
+                  int64_t n_listed, int32_t n_parts)
 {
     const struct matmul_type *found = matmul_find_type(type);
-    const int64_t n_blocks = n_k / found->block, n_panels = matmul_panels(n_rows);
+    const int64_t n_blocks = n_k / found->block;
     const struct matmul_tokens tokens = {(const char *)x, {n_tokens, 1, 1}, {sizeof(float) * (size_t)n_k, 0, 0}};
     const struct matmul_product product = {found,  instructions, n_rows, n_k,           n_tokens,
-                                           packed, activations,  out,    (size_t)n_rows};
+                                           packed, activations,  out,    (size_t)n_rows, listed, n_listed};
     for (int32_t part = 0; part < n_parts; part++) {
         matmul_quantise(found, n_blocks, &tokens, n_tokens, activations, n_blocks * part / n_parts,
                         n_blocks * (part + 1) / n_parts);
     }
+    const int64_t n_panels = matmul_product_panels(&product);
     for (int32_t part = 0; part < n_parts; part++) {
         matmul_multiply(&product, n_panels * part / n_parts, n_panels * (part + 1) / n_parts);
     }

@@ -9,8 +9,12 @@ import numpy.typing as npt
 
 from pyspec.costs import measured_costs
 from pyspec.drafters import Drafter, Proposal, always
+from pyspec.drafters.shortlist import Shortlist
+from pyspec.errors import NoTokenError
 from pyspec.llama import Context
 from pyspec.sampling import Sampler, softmax_of
+
+DEFAULT_SHORTLIST = 32768
 
 
 class ModelDrafter(Drafter):
@@ -19,17 +23,23 @@ class ModelDrafter(Drafter):
     Args:
         context: The draft's own; this drafter closes it.
         n_vocab: Size of the target's vocabulary. Ids that only one of the two models has get q = 0.
+        shortlist: Draw only from ids below this, special ones, and those near ids of the text; None to draw
+            from all. Other logits are not computed. It counts only where the kernels have the weights.
     """
 
-    def __init__(self, context: Context, n_vocab: int) -> None:
+    def __init__(
+        self, context: Context, n_vocab: int, *, shortlist: int | None = DEFAULT_SHORTLIST
+    ) -> None:
         self.name = context.model.name
         self.context = context
         self._n_vocab = n_vocab
         self._n_common = min(n_vocab, context.model.n_vocab)
         self._q: npt.NDArray[np.float32] = np.zeros((0, n_vocab), np.float32)
+        self._shortlist = None if shortlist is None else Shortlist(context.model, shortlist)
 
     def measure(self) -> None:
         """Find out what the draft's passes cost."""
+        self._list(())
         self.costs = measured_costs(self.context)
 
     def room(self, ids: Sequence[int]) -> int:
@@ -63,10 +73,14 @@ class ModelDrafter(Drafter):
         self._reserve(gamma)
         context, tokens, confidence = self.context, list[int](), list[float]()
         pending = ids[context.length :]
+        self._list(ids)
         for index in range(gamma):
             context.evaluate(pending, n_logits=1)
             logits, q = context.logits(-1)[: self._n_common], self._q[index]
-            sampler.distribution(logits, [*ids, *tokens], q[: self._n_common], source="draft")
+            try:
+                sampler.distribution(logits, [*ids, *tokens], q[: self._n_common], source="draft")
+            except NoTokenError:
+                break  # The request forbids all that is on the shortlist, but perhaps nothing else.
             token = sampler.draw_draft(q, round_=round_, index=index, position=len(ids) + index)
             confidence.append(softmax_of(logits, token))
             pending = [token]
@@ -75,6 +89,11 @@ class ModelDrafter(Drafter):
                 break
         return Proposal(tokens, list(self._q[: len(tokens)]), confidence)
 
+    def _list(self, ids: Sequence[int]) -> None:
+        """Have the next passes compute the logits that are on the list after ids."""
+        if self._shortlist is not None:
+            self.context.panels = self._shortlist.panels(ids)
+
     def _reserve(self, gamma: int) -> None:
         if len(self._q) < gamma:
             self._q = np.zeros((gamma, self._n_vocab), np.float32)
@@ -82,10 +101,14 @@ class ModelDrafter(Drafter):
     def roll_back(self, length: int) -> None:
         """Cut the cache back to at most `length` positions."""
         self.context.truncate(min(length, self.context.length))
+        if self._shortlist is not None:
+            self._shortlist.roll_back(length)
 
     def clear(self) -> None:
         """Empty the cache."""
         self.context.clear()
+        if self._shortlist is not None:
+            self._shortlist.roll_back(0)
 
     def close(self) -> None:
         """Free the context; the model is its owner's."""

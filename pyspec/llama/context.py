@@ -118,6 +118,9 @@ class Context:
         threads: Threads of a pass.
         place: Given by `several`: what the sequence shares with others, and its number there.
 
+    Attributes:
+        panels: Which logits `evaluate` computes, as for bridge.shortlist; None for all.
+
     Raises:
         ModelError: llama.cpp could not make the context, usually for want of memory.
     """
@@ -146,6 +149,7 @@ class Context:
         self.max_rollback: int = (
             llama_cpp.llama_n_rs_seq(self.handle) if model.is_recurrent else n_ctx
         )
+        self.panels: npt.NDArray[np.int32] | None = None
         self.length = 0
         self._first_row = 0
         self._n_rows = 0
@@ -225,7 +229,7 @@ class Context:
     def _pass(self, tokens: Sequence[int], n_logits: int) -> None:
         if n_logits > len(tokens):
             raise ValueError(f"the last {n_logits} tokens do not lie in one pass of {len(tokens)}")
-        _decode([Part(self, tokens, n_logits)])
+        _decode([Part(self, tokens, n_logits)], panels=self.panels)
 
     def logits(self, row: int) -> Logits:
         """A view of llama.cpp's own row of logits, valid until the next evaluation.
@@ -349,7 +353,9 @@ def evaluate_together(parts: Sequence[Part]) -> None:
         raise
 
 
-def _decode(parts: Sequence[Part], width: int = 0) -> None:
+def _decode(
+    parts: Sequence[Part], width: int = 0, panels: npt.NDArray[np.int32] | None = None
+) -> None:
     """One call of llama_decode; parts of fewer than `width` tokens are filled up to it."""
     shared = parts[0].context._open
     batch, n = shared.batch, 0
@@ -366,7 +372,13 @@ def _decode(parts: Sequence[Part], width: int = 0) -> None:
         context._first_row = first + len(tokens) - n_logits
     batch.n_tokens = n
     complaints.clear()
-    status = worker.run(lambda: llama_cpp.llama_decode(shared.pointer, batch))
+    n_vocab = parts[0].context.model.n_vocab
+
+    def decode() -> int:
+        with bridge.shortlist(panels, n_vocab):
+            return int(llama_cpp.llama_decode(shared.pointer, batch))
+
+    status = worker.run(decode)
     if status != 0:
         context = parts[0].context
         raise ModelError(

@@ -221,6 +221,13 @@ class Model:
         """The token as the vocabulary spells it, before any decoding to bytes."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
 
+    @cached_property
+    def special_ids(self) -> Sequence[int]:
+        """Ids that stand for something else than text, and those with a text of their own making."""
+        vocab, get = self._vocab, llama_cpp.llama_vocab_get_attr
+        special = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        return [token for token in range(self.n_vocab) if get(vocab, token) & special]
+
     def is_unused(self, token: int) -> bool:
         """Whether the file marks this id as padding that stands for no text."""
         return self._has_attribute(token, llama_cpp.LLAMA_TOKEN_ATTR_UNUSED)

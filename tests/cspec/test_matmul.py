@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,9 @@ class Product:
         self.packed = aligned(size)
         lib.cspec_matmul_pack(*self.shape, ffi.from_buffer(rows), ffi.from_buffer(self.packed))
 
-    def __call__(self, x: Floats, instructions: int = BEST, parts: int = 1) -> Floats:
+    def __call__(
+        self, x: Floats, instructions: int = BEST, parts: int = 1, panels: Sequence[int] = ()
+    ) -> Floats:
         kind, n_rows, n_k = self.shape
         out = np.full((len(x), n_rows), np.nan, np.float32)
         scratch = aligned(lib.cspec_matmul_activations_size(kind, n_k, len(x)))
@@ -114,6 +116,8 @@ class Product:
             ffi.from_buffer("float[]", np.ascontiguousarray(x)),
             ffi.from_buffer(scratch),
             ffi.from_buffer("float[]", out),
+            ffi.new("int32_t[]", panels) if panels else ffi.NULL,
+            len(panels),
             parts,
         )
         return out
@@ -225,6 +229,22 @@ def test_bits_do_not_depend_on_a_tokens_place(kind: Type) -> None:
     product = Product(kind, 16, 256, random_weights(kind, 16, 256))
     x = random_tokens(11, 256)
     assert bits(product(x)[::-1]) == bits(product(x[::-1]))
+
+
+@TYPES
+@pytest.mark.parametrize("panels", [[0], [2], [0, 1], [1, 3], [0, 1, 2, 3]], ids=str)
+def test_rows_that_are_not_wanted_are_left_out_and_the_others_the_same_bits(
+    kind: Type, panels: list[int]
+) -> None:
+    n_rows, n_k = 55, 256
+    product = Product(kind, n_rows, n_k, random_weights(kind, n_rows, n_k))
+    x = random_tokens(9, n_k)
+    wanted = np.isin(np.arange(n_rows) // 16, panels)
+    expected = np.where(wanted, product(x), np.float32(-np.inf))
+    for width in (1, 9):
+        for parts in (1, 3):
+            out = product(x[:width], parts=parts, panels=panels)
+            assert bits(out) == bits(expected[:width])
 
 
 # ---- shapes ------------------------------------------------------------------------------------------
