@@ -243,15 +243,36 @@ static void keep_until(float *row, size_t n_vocab, const measure *by, double goa
     drop_below(row, n_vocab, logit, (size_t)fmin(ceil((goal - above) / weight), (double)n_vocab));
 }
 
-/* A logit that at least k tokens reach: the least of k groups' largest. Far fewer tokens than the vocabulary
- * reach it, unless the vocabulary is sorted. */
+/* A logit that at least k tokens reach: the k-th largest of groups' largest. Far fewer tokens than the vocabulary
+ * reach it, unless it is sorted. A group is every LANES-th token of a stretch, so that vectors find its largest; many
+ * groups leave k of them where most of the row is -inf. */
+CSPEC_CLONES
 static float reached_by(const float *row, size_t n_vocab, size_t k) {
-    const size_t group = n_vocab / k;
-    float least = group < LANES ? -INFINITY : INFINITY;
-    for (size_t i = 0; i < k && group >= LANES; i++) {
-        least = fminf(least, largest_of(row + i * group, group));
+    enum { STRETCHES = 16, GROUPS = STRETCHES * LANES };
+    const size_t stretch = (n_vocab / GROUPS + 1) * LANES;
+    float largest[GROUPS];
+    uint32_t key[GROUPS], reached = 0;
+    for (size_t g = 0; g < GROUPS; g++) {
+        largest[g] = -INFINITY;
     }
-    return least;
+    for (size_t i = 0; i < n_vocab; i += LANES) {
+        float *lane = largest + i / stretch * LANES;
+        const size_t width = smaller(LANES, n_vocab - i);
+        for (size_t l = 0; l < width; l++) {
+            lane[l] = greater(lane[l], row[i + l]);
+        }
+    }
+    for (size_t g = 0; g < GROUPS; g++) {
+        key[g] = order_key(largest[g]);
+    }
+    for (uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
+        uint32_t n = 0;
+        for (size_t g = 0; g < GROUPS; g++) {
+            n += key[g] >= (reached | bit);
+        }
+        reached |= n >= k ? bit : 0;
+    }
+    return k <= GROUPS ? logit_of_key(reached) : -INFINITY;
 }
 
 static void keep_top_k(float *row, size_t n_vocab, size_t k) {
