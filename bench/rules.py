@@ -72,7 +72,9 @@ class Pair:
         self._writer = Engine(self.target, n_ctx=N_CTX, threads=threads)
         self._context = Context(self.target, n_ctx=N_CTX, n_logits=WIDEST + 1, threads=threads)
         self._drafter = ModelDrafter(
-            Context(self.draft, n_ctx=N_CTX, threads=threads), self.target.n_vocab
+            Context(self.draft, n_ctx=N_CTX, threads=threads),
+            self.target.n_vocab,
+            shortlist=None,
         )
         self._seed = seed
 

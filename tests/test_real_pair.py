@@ -9,13 +9,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.prompts import load
-from pyspec import Engine, SamplingParams, VocabularyMismatchError
+from pyspec import Engine, SamplingParams, VocabularyMismatchError, bridge
 from pyspec.catalogue import load_catalogue, resolve
 from pyspec.chat import prompt_ids
 from pyspec.drafters import Drafter
+from pyspec.drafters.model import DEFAULT_SHORTLIST
+from pyspec.drafters.shortlist import Shortlist
+from pyspec.llama import Context
 from pyspec.verify import RandomDrafter
 
 pytestmark = pytest.mark.models
@@ -102,6 +106,24 @@ def test_greedy_tokens_are_the_same_with_a_random_draft(engine: Engine) -> None:
         for text, gamma in zip(prompts()[:3], (1, 5, 12), strict=True):
             expected = greedy(engine, text, 60, gamma=0)
             assert greedy(random, text, 60, gamma=gamma) == expected
+
+
+@pytest.mark.skipif(not bridge.attach_kernels().instructions, reason="needs packed weights")
+def test_the_draft_computes_few_logits_and_those_with_the_same_bits(engine: Engine) -> None:
+    assert engine.draft is not None
+    ids = engine.target.tokenize(prompts()[0])
+    panels = Shortlist(engine.draft, DEFAULT_SHORTLIST).panels(ids)
+    context = Context(engine.draft, n_ctx=512)
+    rows = []
+    for context.panels in (None, panels):
+        context.clear()
+        context.evaluate(ids, n_logits=1)
+        rows.append(context.logits(-1).copy())
+    context.close()
+    on_it = np.isin(np.arange(engine.draft.n_vocab) // bridge.PANEL_ROWS, panels)
+    assert np.array_equal(rows[1][on_it], rows[0][on_it])
+    assert np.all(np.isneginf(rows[1][~on_it]))
+    assert on_it.mean() < 0.5
 
 
 def test_two_processes_write_the_same_bytes_with_and_without_a_draft() -> None:
