@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from pyspec import bridge
-from pyspec.drafters import Proposal
+from pyspec.drafters import Proposal, always
 from pyspec.drafters.model import ModelDrafter
 from pyspec.drafters.shortlist import Shortlist
 from pyspec.engine import Engine
@@ -233,8 +233,16 @@ def test_outputs_have_the_targets_frequencies(short_pair: Pair, case: Case) -> N
 class NotRenormalised(ModelDrafter):
     """q as if a part of it were off the list, where nothing is drawn from."""
 
-    def propose(self, ids: Sequence[int], gamma: int, sampler: Sampler, *, round_: int) -> Proposal:
-        proposal = super().propose(ids, gamma, sampler, round_=round_)
+    def propose(
+        self,
+        ids: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        round_: int,
+        go_on: Callable[[float], bool] = always,
+    ) -> Proposal:
+        proposal = super().propose(ids, gamma, sampler, round_=round_, go_on=go_on)
         for q in proposal.q:
             assert q is not None
             q *= 0.6
