@@ -254,8 +254,9 @@ def test_the_check_rejects_a_q_that_is_not_renormalised(
     short_pair: Pair, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slot = short_pair.engine._slots[0]
-    assert isinstance(slot.drafter, ModelDrafter)
-    context = slot.drafter.context
+    (own,) = slot.drafters
+    assert isinstance(own, ModelDrafter)
+    context = own.context
     wrong = NotRenormalised(context, context.model.n_vocab, shortlist=16)
-    monkeypatch.setattr(slot, "drafter", wrong)
+    monkeypatch.setattr(slot, "drafters", [wrong])
     assert fit_of_short_outputs(short_pair, case, length=2, n=800) < REJECTED
