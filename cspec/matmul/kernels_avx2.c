@@ -14,11 +14,10 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #define ROLL _Pragma("GCC unroll 1")
 
+enum { AHEAD = 3072 }; /* bytes; kernels_avx512.c says why */
+
 typedef __m256i ints;
 typedef __m256 floats;
-
-/* Tokens that are in registers at once. */
-enum { GROUP = 4 };
 
 INLINE ints load(const uint8_t *at)
 {
@@ -121,29 +120,40 @@ INLINE int group_bytes(enum quants quants)
     }
 }
 
-/* sums[t] += by * products of vectors first to last - 1 with the words of m tokens from first_token on. */
-INLINE void dots(enum quants quants, const int n, const int first_token, const int m, const uint8_t *at,
-                 const uint8_t *record, const int first, const int last, ints by, ints *sums)
+/* Asks for half of the lines that follow `size` bytes of weights at a distance, as in kernels_avx512.c; with one or two
+ * tokens the CPU's own prefetcher does better. */
+INLINE void fetch_ahead(const int n, const uint8_t *from, const int size, const int half)
+{
+    UNROLL for (int line = 0; n > 2 && line < size; line += 128)
+    {
+        _mm_prefetch((const char *)from + AHEAD + line + 64 * half, _MM_HINT_T0);
+    }
+}
+
+/* sums[t] += by * products of vectors first to last - 1 with the tokens' words. */
+INLINE void dots(enum quants quants, const int n, const uint8_t *at, const uint8_t *record, const int first,
+                 const int last, ints by, ints *sums)
 {
     const int step = vectors_in_16_bits(quants) < last - first ? vectors_in_16_bits(quants) : last - first;
     UNROLL for (int start = first; start < last; start += step)
     {
-        ints pairs[GROUP];
+        ints pairs[MATMUL_TOKENS];
         UNROLL for (int i = start; i < start + step; i++)
         {
             const ints weights = unpack(quants, at, i);
             const ints magnitudes = is_signed(quants) ? _mm256_abs_epi8(weights) : weights;
-            UNROLL for (int t = 0; t < m; t++)
+            UNROLL for (int t = 0; t < n; t++)
             {
-                ints word = token_word(record + i * 4 * n, first_token + t);
+                ints word = token_word(record + i * 4 * n, t);
                 if (is_signed(quants)) {
                     word = _mm256_sign_epi8(word, weights);
                 }
                 const ints products = _mm256_maddubs_epi16(magnitudes, word);
                 pairs[t] = i == start ? products : _mm256_add_epi16(pairs[t], products);
+                __asm__("" : "+x"(pairs[t])); /* GCC would add them up in another order, and spill them all */
             }
         }
-        UNROLL for (int t = 0; t < m; t++)
+        UNROLL for (int t = 0; t < n; t++)
         {
             sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs[t], by));
         }
@@ -170,26 +180,20 @@ INLINE void multiply_32(enum quants quants, enum scales scales, const int n, con
         {
             const floats scale = load_halves((has_min ? body : head) + 16 * half);
             const uint8_t *at = body + (has_min ? 64 : 0) + 32 * half;
-            UNROLL for (int first = 0; first < n; first += GROUP)
+            ints sums[MATMUL_TOKENS];
+            UNROLL for (int t = 0; t < n; t++)
             {
-                const int m = n - first < GROUP ? n - first : GROUP;
-                ints sums[GROUP];
-                UNROLL for (int t = 0; t < m; t++)
-                {
-                    sums[t] = has_min || is_signed(quants) ? _mm256_setzero_si256()
-                                                           : token_word(totals, first + t);
+                sums[t] = has_min || is_signed(quants) ? _mm256_setzero_si256() : token_word(totals, t);
+            }
+            fetch_ahead(n, body, group_bytes(quants) + (has_min ? 64 : 0), half);
+            dots(quants, n, at, record, 0, 8, _mm256_set1_epi16(1), sums);
+            UNROLL for (int t = 0; t < n; t++)
+            {
+                floats value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[t]), scale);
+                if (has_min) {
+                    value = _mm256_fmadd_ps(load_halves(body + 32 + 16 * half), token_float(totals, t), value);
                 }
-                dots(quants, n, first, m, at, record, 0, 8, _mm256_set1_epi16(1), sums);
-                UNROLL for (int t = 0; t < m; t++)
-                {
-                    floats value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[t]), scale);
-                    if (has_min) {
-                        value = _mm256_fmadd_ps(load_halves(body + 32 + 16 * half),
-                                                token_float(totals, first + t), value);
-                    }
-                    results[half][first + t] =
-                        _mm256_fmadd_ps(value, token_float(x_scales, first + t), results[half][first + t]);
-                }
+                results[half][t] = _mm256_fmadd_ps(value, token_float(x_scales, t), results[half][t]);
             }
         }
         head += has_min ? 0 : 32;
@@ -306,56 +310,52 @@ INLINE void multiply_256(enum quants quants, enum scales scales, const int n, co
         ROLL for (int half = 0; half < 2; half++)
         {
             ints scale[16], mins[8];
+            fetch_ahead(n, body, scales_bytes(scales), half);
             unpack_scales(scales, head, body, half, scale, mins);
             const floats weight_scale = load_halves((in_body ? body : head) + 16 * half);
-            UNROLL for (int first = 0; first < n; first += GROUP)
+            ints products[MATMUL_TOKENS];
+            UNROLL for (int t = 0; t < n; t++)
             {
-                const int m = n - first < GROUP ? n - first : GROUP;
-                ints products[GROUP];
-                UNROLL for (int t = 0; t < m; t++)
+                products[t] = _mm256_setzero_si256();
+            }
+            const uint8_t *at = body + scales_bytes(scales) + 32 * half, *words = record;
+            /* A turn is 32 k: one sub-block, or two. */
+            ROLL for (int turn = 0; turn < 8; turn++)
+            {
+                fetch_ahead(n, at, group_bytes(quants), half);
+                UNROLL for (int sub = 0; sub < 8 / vectors; sub++)
                 {
-                    products[t] = _mm256_setzero_si256();
-                }
-                const uint8_t *at = body + scales_bytes(scales) + 32 * half, *words = record;
-                /* A turn is 32 k: one sub-block, or two. */
-                ROLL for (int turn = 0; turn < 8; turn++)
-                {
-                    UNROLL for (int sub = 0; sub < 8 / vectors; sub++)
-                    {
-                        const int j = turn * (8 / vectors) + sub;
-                        dots(quants, n, first, m, at, words, sub * vectors, (sub + 1) * vectors, twice(scale[j]),
-                             products);
-                        if (!has_min && !is_signed(quants)) {
-                            UNROLL for (int t = 0; t < m; t++)
-                            {
-                                const ints initial = token_word(x_sums + j * 4 * n, first + t);
-                                products[t] =
-                                    _mm256_add_epi32(products[t], _mm256_mullo_epi32(scale[j], initial));
-                            }
-                        }
-                    }
-                    at += group_bytes(quants);
-                    words += 8 * 4 * n;
-                }
-                UNROLL for (int t = 0; t < m; t++)
-                {
-                    const floats x_scale = token_float(x_scales, first + t);
-                    floats result = results[half][first + t];
-                    result = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[t]),
-                                             _mm256_mul_ps(weight_scale, x_scale), result);
-                    if (has_min) {
-                        const floats min_scale = load_halves((in_body ? body : head) + 32 + 16 * half);
-                        ints sum = _mm256_setzero_si256();
-                        UNROLL for (int i = 0; i < n_sums; i++)
+                    const int j = turn * (8 / vectors) + sub;
+                    dots(quants, n, at, words, sub * vectors, (sub + 1) * vectors, twice(scale[j]), products);
+                    if (!has_min && !is_signed(quants)) {
+                        UNROLL for (int t = 0; t < n; t++)
                         {
-                            sum = _mm256_add_epi32(
-                                sum, _mm256_madd_epi16(mins[i], token_word(x_sums + i * 4 * n, first + t)));
+                            const ints initial = token_word(x_sums + j * 4 * n, t);
+                            products[t] = _mm256_add_epi32(products[t], _mm256_mullo_epi32(scale[j], initial));
                         }
-                        result = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(min_scale, x_scale),
-                                                  result);
                     }
-                    results[half][first + t] = result;
                 }
+                at += group_bytes(quants);
+                words += 8 * 4 * n;
+            }
+            UNROLL for (int t = 0; t < n; t++)
+            {
+                const floats x_scale = token_float(x_scales, t);
+                floats result = results[half][t];
+                result = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[t]),
+                                         _mm256_mul_ps(weight_scale, x_scale), result);
+                if (has_min) {
+                    const floats min_scale = load_halves((in_body ? body : head) + 32 + 16 * half);
+                    ints sum = _mm256_setzero_si256();
+                    UNROLL for (int i = 0; i < n_sums; i++)
+                    {
+                        sum = _mm256_add_epi32(sum,
+                                               _mm256_madd_epi16(mins[i], token_word(x_sums + i * 4 * n, t)));
+                    }
+                    result = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(min_scale, x_scale),
+                                              result);
+                }
+                results[half][t] = result;
             }
         }
         head += head_bytes;
@@ -385,29 +385,25 @@ INLINE void multiply_floats(enum quants quants, const int n, const uint8_t *body
 {
     ROLL for (int half = 0; half < 2; half++)
     {
-        UNROLL for (int first = 0; first < n; first += GROUP)
+        const uint8_t *weights = body + 16 * half, *x = record;
+        floats even[MATMUL_TOKENS], odd[MATMUL_TOKENS];
+        UNROLL for (int t = 0; t < n; t++)
         {
-            const int m = n - first < GROUP ? n - first : GROUP;
-            const uint8_t *weights = body + 16 * half, *x = record;
-            floats even[GROUP], odd[GROUP];
-            UNROLL for (int t = 0; t < m; t++)
+            even[t] = odd[t] = _mm256_setzero_ps();
+        }
+        for (int64_t k = 0; k < 32 * n_blocks; k += 2) {
+            const floats low = load_floats(quants, weights), high = load_floats(quants, weights + 32);
+            UNROLL for (int t = 0; t < n; t++)
             {
-                even[t] = odd[t] = _mm256_setzero_ps();
+                even[t] = _mm256_fmadd_ps(low, token_float(x, t), even[t]);
+                odd[t] = _mm256_fmadd_ps(high, token_float(x + 4 * n, t), odd[t]);
             }
-            for (int64_t k = 0; k < 32 * n_blocks; k += 2) {
-                const floats low = load_floats(quants, weights), high = load_floats(quants, weights + 32);
-                UNROLL for (int t = 0; t < m; t++)
-                {
-                    even[t] = _mm256_fmadd_ps(low, token_float(x, first + t), even[t]);
-                    odd[t] = _mm256_fmadd_ps(high, token_float(x + 4 * n, first + t), odd[t]);
-                }
-                weights += 64;
-                x += 2 * 4 * n;
-            }
-            UNROLL for (int t = 0; t < m; t++)
-            {
-                _mm256_storeu_ps(out + (size_t)(first + t) * stride + 8 * half, _mm256_add_ps(even[t], odd[t]));
-            }
+            weights += 64;
+            x += 2 * 4 * n;
+        }
+        UNROLL for (int t = 0; t < n; t++)
+        {
+            _mm256_storeu_ps(out + (size_t)t * stride + 8 * half, _mm256_add_ps(even[t], odd[t]));
         }
     }
 }
