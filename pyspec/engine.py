@@ -18,7 +18,7 @@ from typing import Literal
 
 from pyspec.costs import CostCurve, measured_costs
 from pyspec.drafters import Drafter
-from pyspec.drafters.model import ModelDrafter
+from pyspec.drafters.foreign import drafter_of
 from pyspec.drafters.ngram import NgramDrafter
 from pyspec.errors import (
     ContextOverflowError,
@@ -33,7 +33,7 @@ from pyspec.llama import Context, Model, Part, evaluate_together
 from pyspec.output import Piece
 from pyspec.planner import FixedGamma, Planner
 from pyspec.sampling import Rule, Sampler, SamplingParams
-from pyspec.vocab import check_same_vocabulary
+from pyspec.vocab import shared_tokens
 
 Gamma = int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
@@ -59,7 +59,7 @@ class Engine:
 
     Args:
         target: The model whose text is wanted: a loaded Model or a file.
-        draft: What to draft with, or several: small models of the same vocabulary, each a loaded Model or a
+        draft: What to draft with, or several: small models of any vocabulary, each a loaded Model or a
             file; "ngram", which copies from where the text's end occurred before; ready drafters, which
             stay their owner's to close and serve the first slot only. None for plain decoding.
         gamma: Tokens drafted a round, with the first drafter that has any; or "auto", to choose the drafter
@@ -75,7 +75,7 @@ class Engine:
 
     Raises:
         ModelError: A model cannot be loaded, or not as asked for.
-        VocabularyMismatchError: The draft's token ids do not mean what the target's do.
+        VocabularyMismatchError: A draft shares next to no tokens with the target.
         UsageError: An argument is outside its range.
     """
 
@@ -168,7 +168,7 @@ class Engine:
         model = self._load(draft)
         self.draft = self.draft or model
         self.drafts.append(model)
-        check_same_vocabulary(self.target, model)
+        shared = shared_tokens(self.target, model)
         # A draft evaluates one token at a time, and llama.cpp's snapshots do not reach past a pass.
         if model.is_recurrent:
             raise ModelError(
@@ -177,7 +177,7 @@ class Engine:
             )
         contexts = Context.several(self.parallel, model, **settings)  # type: ignore[arg-type]
         for slot, context in zip(self._slots, contexts, strict=True):
-            drafter = ModelDrafter(context, self.target.n_vocab)
+            drafter = drafter_of(context, self.target, shared)
             self._owned.append(drafter)
             slot.drafters.append(drafter)
             slot.reader = slot.reader or drafter

@@ -19,7 +19,7 @@ class ModelError(PyspecError):
 
 
 class VocabularyMismatchError(PyspecError):
-    """The draft's vocabulary is not the target's."""
+    """The draft's vocabulary is not the target's, or shares next to nothing with it where that would do."""
 
 
 class ContextOverflowError(PyspecError):

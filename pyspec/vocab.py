@@ -54,7 +54,9 @@ def check_same_vocabulary(target: Model, draft: Model) -> None:
     """
     reason = difference(target, draft)
     if reason is not None:
-        raise VocabularyMismatchError(f"{draft.name} cannot draft for {target.name}: {reason}")
+        raise VocabularyMismatchError(
+            f"{draft.name} has another vocabulary than {target.name}: {reason}"
+        )
 
 
 def difference(target: Model, draft: Model) -> str | None:

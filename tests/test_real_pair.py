@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench.prompts import load
-from pyspec import Engine, SamplingParams, VocabularyMismatchError, bridge
+from pyspec import Engine, SamplingParams, bridge
 from pyspec.catalogue import load_catalogue, resolve
 from pyspec.chat import prompt_ids
 from pyspec.drafters import Drafter
@@ -179,9 +179,24 @@ def test_a_generation_needs_no_more_memory_than_its_rows_of_logits(
     assert 0 < rows <= allowed
 
 
-def test_the_other_vocabulary_is_refused(files: tuple[Path, Path]) -> None:
-    with pytest.raises(VocabularyMismatchError, match="49152"):
-        Engine(files[0], resolve("smollm2-135m"), n_ctx=64)
+@pytest.mark.parametrize(
+    ("draft", "n_shared"),
+    # The texts that are in both files, read with the gguf package, and controls: <|im_start|>, <|im_end|> and
+    # <|endoftext|> in one, the end of a turn in the other.
+    [("smollm2-135m", 39234 + 3), ("gemma-3-270m", 95968 + 1)],
+)
+def test_greedy_tokens_are_the_same_with_a_draft_of_another_vocabulary(
+    engine: Engine, draft: str, n_shared: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Byte-level and smaller, and SentencePiece."""
+    with (
+        caplog.at_level("DEBUG", "pyspec.vocab"),
+        Engine(engine.target, resolve(draft), n_ctx=512) as foreign,
+    ):
+        assert f"through the {n_shared} tokens" in caplog.text
+        for text, gamma in zip(prompts()[:3], (1, 4, 8), strict=True):
+            expected = greedy(engine, text, 60, gamma=0)
+            assert greedy(foreign, text, 60, gamma=gamma) == expected
 
 
 def test_every_byte_of_a_text_in_many_scripts_survives_the_tokens(engine: Engine) -> None:

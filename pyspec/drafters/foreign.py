@@ -79,7 +79,8 @@ class ForeignDrafter(Drafter):
     ) -> Proposal:
         """Draw tokens one after another, feeding each back.
 
-        The confidence is the probability at temperature 1 among the shared tokens.
+        The confidence is the probability at temperature 1 among all the draft's tokens: what it would rather
+        say in a way that the target lacks counts against the token.
         """
         self._follow(ids)
         self._reserve(gamma)
@@ -95,8 +96,8 @@ class ForeignDrafter(Drafter):
                 break  # The request forbids every shared token, but perhaps not all of the target's.
             token = sampler.draw_draft(q, round_=round_, index=index, position=len(ids) + index)
             tokens.append(token)
-            confidence.append(softmax_of(logits, token))
             self._text.append(token)
+            confidence.append(softmax_of(self.context.logits(-1), self._text.tokens[-1]))
             if index + 1 < gamma and not go_on(confidence[-1]):
                 break
         return Proposal(tokens, list(self._q[: len(tokens)]), confidence)

@@ -198,7 +198,7 @@ def tune(setup: Setup) -> Report:
 
     Raises:
         UsageError: A setting is outside its range, or the prompts yield no text.
-        VocabularyMismatchError: The draft's token ids do not mean what the target's do.
+        VocabularyMismatchError: The draft shares next to no tokens with the target.
         ModelError: A model cannot do what a measurement needs.
     """
     threads = setup.threads or default_threads()

@@ -42,7 +42,7 @@ def verify(setup: Setup) -> Iterator[Result]:
 
     Raises:
         UsageError: A setting is outside its range.
-        VocabularyMismatchError: The draft's token ids do not mean what the target's do.
+        VocabularyMismatchError: The draft shares next to no tokens with the target.
         ModelError: A model cannot do what a check needs.
         LogitsError: A model produced logits from which no distribution follows.
     """

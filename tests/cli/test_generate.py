@@ -385,8 +385,11 @@ def test_a_context_larger_than_memory(pair: list[str], fails: Fails) -> None:
 
 
 def test_a_vocabulary_that_does_not_fit(chat_target: Path, tmp_path: Path, fails: Fails) -> None:
-    draft = write_llama(tmp_path / "d.gguf", byte_level(), width=32, layers=1)
-    fails(1, "vocabulary", "24", arguments=["-m", chat_target, "-d", draft, "hi"])
+    vocabulary = byte_level()
+    for token in range(3, 24):
+        vocabulary = vocabulary.spelled(token, 3 * chr(ord("A") + token))
+    draft = write_llama(tmp_path / "d.gguf", vocabulary, width=32, layers=1)
+    fails(1, "only 0 of its 21 tokens", arguments=["-m", chat_target, "-d", draft, "hi"])
 
 
 def test_a_model_without_a_chat_template(tiny_target: Path, fails: Fails) -> None:
