@@ -83,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How often drafts agree with a target.")
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
     parser.add_argument("--drafts", nargs="+", default=["smollm2-135m", "qwen2.5-coder-0.5b"])
+    parser.add_argument("--kinds", nargs="+", default=list(prompts.load()), help="of prompts")
     parser.add_argument("--prompts", type=int, default=3, help="of each kind")
     parser.add_argument("--tokens", type=int, default=100, help="length of the texts")
     parser.add_argument("--threads", type=int, default=default_threads())
@@ -93,7 +94,8 @@ def main() -> None:
     columns = [f"{draft}, T={t}" for t in TEMPERATURES for draft in arguments.drafts]
     print("| kind | tokens | " + " | ".join(columns) + " |")
     print("|---|---|" + "---|" * len(columns))
-    for kind, of_kind in prompts.load().items():
+    for kind in arguments.kinds:
+        of_kind = prompts.load()[kind]
         means, tokens = list[float](), list[int]()
         for temperature in TEMPERATURES:
             params = SamplingParams(
