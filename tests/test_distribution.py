@@ -169,7 +169,7 @@ def use(monkeypatch: pytest.MonkeyPatch, pair: Pair, what: type[Sampler | ModelD
         own = pair.engine._slots[0].drafters[0]
         assert isinstance(own, ModelDrafter)
         monkeypatch.setattr(
-            pair.engine._slots[0], "drafter", what(own.context, pair.engine.target.n_vocab)
+            pair.engine._slots[0], "drafters", [what(own.context, pair.engine.target.n_vocab)]
         )
 
 
