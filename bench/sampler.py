@@ -69,7 +69,8 @@ def c_distribution(
 ) -> Callable[[], object]:
     sampling = ffi.new("cspec_sampling *", [*settings, 1.0, 0.0, 0.0])
     none = ffi.NULL
-    arguments = (floats(logits), floats(out), len(logits), sampling, none, none, 0, none, none, 0)
+    row = floats(logits), floats(out), len(logits)
+    arguments = (*row, sampling, none, none, 0, none, none, 0, none)
     return lambda: lib.cspec_probabilities(*arguments)
 
 

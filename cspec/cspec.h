@@ -18,6 +18,7 @@ enum {
     CSPEC_INF = 2,   /* a logit is +inf: no distribution follows from it */
     CSPEC_EMPTY = 3, /* every logit is -inf: nothing can be drawn */
     CSPEC_NO_MEMORY = 4,
+    CSPEC_BARRED = 5, /* every allowed logit is -inf, and one that is not allowed is greater */
 };
 
 /* ---- random numbers (random.c) ------------------------------------------------------------------ */
@@ -49,18 +50,21 @@ typedef struct {
 } cspec_sampling;
 
 /* Turns a row of logits into the distribution that the settings mean, in the order of llama.cpp's default
- * sampler chain: logit bias, penalties, top-k, top-p, min-p, temperature.
+ * sampler chain: logit bias, penalties, top-k, top-p, min-p, temperature. Tokens that are not allowed are out
+ * before all of them.
  *
  *   logits       [n_vocab]
  *   probs        [n_vocab] out; may be logits itself
  *   seen_ids     [n_seen] the distinct ids in the penalty window; ids outside [0, n_vocab) are passed over
  *   seen_counts  [n_seen] how often each occurs there
  *   bias_ids     [n_bias], bias [n_bias]: added to the logits; ids outside [0, n_vocab) are passed over
+ *   allowed      [(n_vocab + 31) / 32] bit id % 32 of word id / 32 says whether id is allowed; null: all are.
+ *                What the logits of others are makes no difference, NaN included, but for CSPEC_BARRED
  *
  * Probabilities below FLT_MIN are zero. Returns a status; on any but CSPEC_OK probs is unspecified. */
 int cspec_probabilities(const float *logits, float *probs, size_t n_vocab, const cspec_sampling *sampling,
                         const int32_t *seen_ids, const int32_t *seen_counts, size_t n_seen,
-                        const int32_t *bias_ids, const float *bias, size_t n_bias);
+                        const int32_t *bias_ids, const float *bias, size_t n_bias, const uint32_t *allowed);
 
 /* The probability of one id at temperature 1, with nothing else applied; 0 where no distribution follows.
  *

@@ -73,6 +73,22 @@ static inline double fold_sums(double *lane) {
 
 /* ---- the row before truncation ------------------------------------------------------------------- */
 
+/* Sets the logits that are not allowed to -inf. Returns whether one of them was above it. */
+CSPEC_CLONES
+static bool bar(float *row, size_t n_vocab, const uint32_t *allowed) {
+    uint32_t any = 0;
+    for (size_t i = 0; i < n_vocab; i += 32) {
+        const size_t width = smaller(32, n_vocab - i);
+        const uint32_t word = allowed[i / 32];
+        for (uint32_t l = 0; l < width; l++) {
+            const uint32_t in = word >> l & 1;
+            any |= (in ^ 1) & (row[i + l] > -INFINITY);
+            row[i + l] = in ? row[i + l] : -INFINITY;
+        }
+    }
+    return any;
+}
+
 static void add_bias(float *row, size_t n_vocab, const int32_t *ids, const float *bias, size_t n_bias) {
     for (size_t j = 0; j < n_bias; j++) {
         if (ids[j] >= 0 && (size_t)ids[j] < n_vocab) {
@@ -276,7 +292,8 @@ static float reached_by(const float *row, size_t n_vocab, size_t k) {
 }
 
 static void keep_top_k(float *row, size_t n_vocab, size_t k) {
-    const measure by = {.by_mass = false, .floor = reached_by(row, n_vocab, k)};
+    /* What has been dropped already is no candidate. */
+    const measure by = {.by_mass = false, .floor = greater(reached_by(row, n_vocab, k), -FLT_MAX)};
     keep_until(row, n_vocab, &by, (double)k);
 }
 
@@ -329,13 +346,14 @@ static void normalise(float *row, size_t n_vocab, float largest, float temperatu
 
 int cspec_probabilities(const float *logits, float *probs, size_t n_vocab, const cspec_sampling *sampling,
                         const int32_t *seen_ids, const int32_t *seen_counts, size_t n_seen,
-                        const int32_t *bias_ids, const float *bias, size_t n_bias) {
+                        const int32_t *bias_ids, const float *bias, size_t n_bias, const uint32_t *allowed) {
     memmove(probs, logits, n_vocab * sizeof *probs);
+    const bool barred = allowed && bar(probs, n_vocab, allowed);
     add_bias(probs, n_vocab, bias_ids, bias, n_bias);
     penalise(probs, n_vocab, sampling, seen_ids, seen_counts, n_seen);
     const float largest = largest_of(probs, n_vocab);
     if (!isfinite(largest)) {
-        return isnan(largest) ? CSPEC_NAN : largest > 0.0f ? CSPEC_INF : CSPEC_EMPTY;
+        return isnan(largest) ? CSPEC_NAN : largest > 0.0f ? CSPEC_INF : barred ? CSPEC_BARRED : CSPEC_EMPTY;
     }
     if (sampling->temperature == 0.0) {
         make_one_hot(probs, n_vocab, largest);

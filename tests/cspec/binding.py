@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,16 @@ def raw_probabilities(
     out: Row,
     seen: Mapping[int, int] | None = None,
     bias: Mapping[int, float] | None = None,
+    allowed: Iterable[int] | None = None,
     **settings: float,
 ) -> int:
     """The status; the distribution is in out."""
     seen, bias = seen or {}, bias or {}
+    words = ffi.NULL
+    if allowed is not None:
+        words = ffi.new("uint32_t[]", (len(logits) + 31) // 32)
+        for id_ in allowed:
+            words[id_ // 32] |= 1 << id_ % 32
     return lib.cspec_probabilities(
         floats(logits),
         floats(out),
@@ -47,6 +53,7 @@ def raw_probabilities(
         ffi.new("int32_t[]", list(bias)),
         ffi.new("float[]", list(bias.values())),
         len(bias),
+        words,
     )
 
 

@@ -63,10 +63,17 @@ static void check_probabilities(size_t n_vocab) {
     float *logits = make_logits(n_vocab, pick(4));
     float *probs = malloc(n_vocab * sizeof *probs);
     const size_t n_seen = (size_t)pick(7), n_bias = (size_t)pick(7);
-    int status = cspec_probabilities(logits, probs, n_vocab, &sampling, ids, counts, n_seen, ids, bias, n_bias);
+    uint32_t *allowed = malloc((n_vocab + 31) / 32 * sizeof *allowed);
+    for (size_t i = 0; i < (n_vocab + 31) / 32; i++) {
+        allowed[i] = pick(2) ? (uint32_t)(uniform() * 0x1p32) : 0;
+    }
+    const uint32_t *mask = pick(2) ? allowed : NULL;
+    int status =
+        cspec_probabilities(logits, probs, n_vocab, &sampling, ids, counts, n_seen, ids, bias, n_bias, mask);
     double sum = 0.0;
     for (size_t i = 0; status == CSPEC_OK && i < n_vocab; i++) {
         assert(probs[i] == 0.0f || probs[i] >= FLT_MIN);
+        assert(probs[i] == 0.0f || !mask || (mask[i / 32] >> i % 32 & 1));
         sum += probs[i];
     }
     assert(status != CSPEC_OK || fabs(sum - 1.0) < 1e-6);
@@ -74,12 +81,13 @@ static void check_probabilities(size_t n_vocab) {
     assert(share >= 0.0 && share <= 1.0);
     free(logits);
     free(probs);
+    free(allowed);
 }
 
 static float *make_distribution(size_t n_vocab) {
     const cspec_sampling sampling = {pick(4) ? 1.0 : 0.0, pick(2) * 2, 1.0, 0.0, 1.0, 0.0, 0.0};
     float *row = make_logits(n_vocab, pick(3));
-    if (cspec_probabilities(row, row, n_vocab, &sampling, NULL, NULL, 0, NULL, NULL, 0) != CSPEC_OK) {
+    if (cspec_probabilities(row, row, n_vocab, &sampling, NULL, NULL, 0, NULL, NULL, 0, NULL) != CSPEC_OK) {
         for (size_t i = 0; i < n_vocab; i++) {
             row[i] = i == 0;
         }

@@ -80,6 +80,7 @@ def results_of(library):
     results = []
     for n_vocab in (1000, 4099):
         rows = []
+        allowed = ffi.new("uint32_t[]", rng.integers(2**32, size=(n_vocab + 31) // 32).tolist())
         for cuts in ((0, 1.0, 0.0), (0, 0.95, 0.05), (40, 1.0, 0.0), (500, 0.9, 0.0)):
             for temperature in (0.7, 1.0):
                 logits = rng.normal(0, 4, n_vocab).astype(np.float32)
@@ -95,6 +96,7 @@ def results_of(library):
                     ffi.NULL,
                     ffi.NULL,
                     0,
+                    allowed if len(rows) % 2 else ffi.NULL,
                 )
                 rows.append(row)
         results += [row.tobytes() for row in rows]

@@ -254,6 +254,24 @@ def test_in_place_is_the_same(row, settings):
         assert row.tobytes() == out.tobytes()
 
 
+@given(row=rows, settings=settings_, data=st.data())
+def test_what_is_not_allowed_is_as_if_its_logit_were_minus_infinity(row, settings, data):
+    row = np.array(row, np.float32)
+    allowed = data.draw(st.sets(st.integers(0, len(row) - 1)))
+    others = [i for i in range(len(row)) if i not in allowed]
+    barred, masked, out = row.copy(), row.copy(), np.empty_like(row)
+    barred[others] = -INF
+    status = raw_probabilities(barred, barred, **settings)
+    if status == lib.CSPEC_EMPTY and row.max() > -INF:
+        status = lib.CSPEC_BARRED
+    assert raw_probabilities(row, out, allowed=allowed, **settings) == status
+    masked[others] = np.resize([math.nan, INF, 1.0], len(others))
+    again = raw_probabilities(masked, masked, allowed=allowed, **settings)
+    if status == lib.CSPEC_OK:
+        assert again == status
+        assert out.tobytes() == masked.tobytes() == barred.tobytes()
+
+
 # ---- single cases -----------------------------------------------------------------------------
 
 
@@ -311,6 +329,26 @@ def test_bias_may_forbid_and_force():
     row = np.zeros(2, np.float32)
     assert raw_probabilities(row, row.copy(), bias={0: -INF, 1: -INF}) == lib.CSPEC_EMPTY
     assert raw_probabilities(row, row.copy(), bias={0: INF}) == lib.CSPEC_INF
+
+
+def test_bias_and_penalties_bring_nothing_back_that_is_not_allowed():
+    ours = probabilities(
+        [1.0, 1.0, 1.0], allowed=[0, 2], bias={1: 1e6}, seen={1: 3}, frequency_penalty=-1e6
+    )
+    np.testing.assert_array_equal(ours, [0.5, 0, 0.5])
+
+
+def test_a_row_of_which_nothing_is_allowed_is_told_from_one_that_is_empty():
+    row = np.array([1.0, -INF, math.nan], np.float32)
+    for allowed, bias, status in (
+        ([], {}, lib.CSPEC_BARRED),
+        ([1], {}, lib.CSPEC_BARRED),
+        ([0], {0: -INF}, lib.CSPEC_EMPTY),
+        ([0, 2], {}, lib.CSPEC_NAN),
+    ):
+        assert raw_probabilities(row, row.copy(), allowed=allowed, bias=bias) == status
+    nothing = np.full(3, -INF, np.float32)
+    assert raw_probabilities(nothing, nothing.copy(), allowed=[0]) == lib.CSPEC_EMPTY
 
 
 def test_large_logits_do_not_lose_the_cut():
