@@ -29,6 +29,7 @@ from pyspec.errors import (
     UsageError,
 )
 from pyspec.generation import Generation, Slot
+from pyspec.grammar import Constraint
 from pyspec.llama import Context, Model, Part, evaluate_together
 from pyspec.output import Piece
 from pyspec.planner import FixedGamma, Planner
@@ -226,7 +227,8 @@ class Engine:
             on_prefill: Called with how many of the prompt's tokens are evaluated, and how many there are.
 
         Raises:
-            UsageError: The prompt is empty, or an argument is outside its range.
+            UsageError: The prompt is empty, an argument is outside its range, or the grammar cannot be kept to
+                with the target's tokens.
             ContextOverflowError: The prompt does not fit in the context.
             SlotsBusyError: As many requests as there are slots are under way.
         """
@@ -240,8 +242,10 @@ class Engine:
         free = [slot for slot in self._slots if slot.generation is None]
         if not free:
             raise SlotsBusyError(f"{self.parallel} requests are under way, which is all that fit")
+        grammar = params.grammar
+        constraint = None if grammar is None else Constraint(grammar, self.target, len(ids))
         slot = max(free, key=lambda slot: _common(slot.held, ids))
-        sampler = Sampler(params, self.target.n_vocab, rule)
+        sampler = Sampler(params, self.target.n_vocab, rule, constraint)
         planner = self._planner(slot, gamma, sampler)
         cached = self._reuse(slot, ids)
         generation = Generation(slot, ids, sampler, planner, on_prefill=on_prefill)
@@ -341,6 +345,7 @@ class Engine:
 
         Raises:
             LogitsError: A model produced logits from which no distribution follows.
+            UsageError: The grammar is too complex to go on.
         """
         if all(slot.generation for slot in self._slots):
             oldest = min(self._generations, key=lambda generation: generation.started)
@@ -404,10 +409,10 @@ class Engine:
 
 @contextmanager
 def _ending_alone(generation: Generation) -> Iterator[None]:
-    """What is wrong with one request's logits ends that one."""
+    """What is wrong with one request's logits, or with its grammar, ends that one."""
     try:
         yield
-    except LogitsError as error:
+    except (LogitsError, UsageError) as error:
         generation.fail(error)
 
 

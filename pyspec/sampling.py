@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pyspec._cspec import ffi, lib
 from pyspec.errors import LogitsError, NoTokenError, UsageError
+from pyspec.grammar import Constraint, Grammar
 
 Probabilities = npt.NDArray[np.float32]
 
@@ -50,6 +51,7 @@ class SamplingParams:
         seed: The same seed writes the same text; None draws one, which the statistics report.
         max_tokens: Most tokens to write; None writes until the model ends or the context is full.
         stop: Texts before which the output is cut.
+        grammar: What the output may be; tokens that do not keep to it are left out before all of the above.
         logprobs: Report the log probability of each token and of this many likeliest ones in its place;
             None reports none.
 
@@ -69,6 +71,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    grammar: Grammar | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +145,10 @@ class SamplingParams:
             f"stop must be a list of texts, not {self.stop!r}",
         )
         _require(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            f"grammar must be a Grammar, not {self.grammar!r}",
+        )
+        _require(
             isinstance(self.logit_bias, Mapping)
             and all(
                 isinstance(token, int) and isinstance(bias, (int, float))
@@ -190,10 +197,18 @@ class Sampler:
         params: The request's settings.
         n_vocab: Size of the target's vocabulary.
         rule: How drafted tokens are verified.
+        constraint: Of the request's grammar, if it has one.
     """
 
-    def __init__(self, params: SamplingParams, n_vocab: int, rule: Rule = Rule.BLOCK) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        n_vocab: int,
+        rule: Rule = Rule.BLOCK,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.params = params
+        self._constraint = constraint
         self.rule = rule
         self.n_vocab = n_vocab
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -217,6 +232,8 @@ class Sampler:
     ) -> None:
         """Turn a row of logits into the probabilities of the next token.
 
+        Where a grammar and the bias leave no token between them, the text ends.
+
         Args:
             logits: [n] float32, n at most n_vocab.
             history: The tokens before this position, oldest first.
@@ -227,6 +244,7 @@ class Sampler:
             LogitsError: No distribution follows from the logits; NoTokenError if none is above -inf.
         """
         seen, counts = self._penalty_window(history)
+        mask = None if self._constraint is None else self._constraint.mask(history)
         status = lib.cspec_probabilities(
             ffi.from_buffer("float[]", logits),
             ffi.from_buffer("float[]", out),
@@ -238,8 +256,13 @@ class Sampler:
             ffi.from_buffer("int32_t[]", self._bias_ids),
             ffi.from_buffer("float[]", self._bias),
             len(self._bias_ids),
+            ffi.NULL if mask is None else ffi.from_buffer("uint32_t[]", mask),
         )
-        if status != lib.CSPEC_OK:
+        if status == lib.CSPEC_BARRED and self._constraint is not None:
+            out[:] = 0
+            # A draft may lack the end; any other token is as good, as none of it will be accepted.
+            out[min(self._constraint.end, len(out) - 1)] = 1
+        elif status != lib.CSPEC_OK:
             raise (NoTokenError if status == lib.CSPEC_EMPTY else LogitsError)(
                 f"the {source}'s logits for position {len(history)} are {_STATUS_TEXTS[status]}: "
                 "the model file is damaged, or it does not work in this configuration"

@@ -78,8 +78,8 @@ class StopsAtFirstFailure(Sampler):
 class UntransformedDraft(Sampler):
     """Drafted tokens come from the draft's distribution after the transforms, q is the one before."""
 
-    def __init__(self, params: SamplingParams, n_vocab: int, rule: Rule = Rule.BLOCK) -> None:
-        super().__init__(params, n_vocab, rule)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.q: list[Probabilities] = []
 
     def distribution(
@@ -105,9 +105,9 @@ class UntransformedDraft(Sampler):
 class TargetAtTemperatureOne(Sampler):
     """The target's distribution ignores the temperature that was asked for."""
 
-    def __init__(self, params: SamplingParams, n_vocab: int, rule: Rule = Rule.BLOCK) -> None:
-        super().__init__(params, n_vocab, rule)
-        self.target = Sampler(replace(params, temperature=1.0), n_vocab, rule)
+    def __init__(self, params: SamplingParams, *args: Any) -> None:
+        super().__init__(params, *args)
+        self.target = Sampler(replace(params, temperature=1.0), *args)
 
     def distribution(
         self, logits: Probabilities, history: Sequence[int], out: Probabilities, *, source: str
@@ -174,8 +174,8 @@ class NoiseByPlaceInRound(Sampler):
 class PenalisesRejected(Sampler):
     """Rejected tokens stay in the penalties' window."""
 
-    def __init__(self, params: SamplingParams, n_vocab: int, rule: Rule = Rule.BLOCK) -> None:
-        super().__init__(params, n_vocab, rule)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.rejected: list[int] = []
 
     def distribution(
@@ -200,8 +200,8 @@ class PenalisesRejected(Sampler):
 class PenalisesLastOfRound(Sampler):
     """Of the tokens that a round emitted, the penalties' window has the last one only."""
 
-    def __init__(self, params: SamplingParams, n_vocab: int, rule: Rule = Rule.BLOCK) -> None:
-        super().__init__(params, n_vocab, rule)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.missing: set[int] = set()
 
     def distribution(
@@ -222,6 +222,40 @@ class PenalisesLastOfRound(Sampler):
         verdict = super().verify(p, q, drafted, round_=round_, position=position)
         self.missing.update(range(position, position + verdict.accepted))
         return verdict
+
+
+# ---- what the grammar sees ---------------------------------------------------------------------------
+
+
+class MaskOfRound(Sampler):
+    """All rows of a round of the target have the mask of the round's first place."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.first: Sequence[int] | None = None
+
+    def distribution(
+        self, logits: Probabilities, history: Sequence[int], out: Probabilities, *, source: str
+    ) -> None:
+        if source == "target":
+            history = self.first = self.first or history
+        super().distribution(logits, history, out, source=source)
+
+    def verify(
+        self,
+        p: Sequence[Probabilities],
+        q: Sequence[Probabilities | None],
+        drafted: Sequence[int],
+        *,
+        round_: int,
+        position: int,
+    ) -> Verdict:
+        self.first = None
+        return super().verify(p, q, drafted, round_=round_, position=position)
+
+
+class MaskAfterRejected(PenalisesRejected):
+    """The grammar is not rolled back over rejected tokens: to it they are part of the text."""
 
 
 # ---- drafters ----------------------------------------------------------------------------------------

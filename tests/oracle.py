@@ -6,7 +6,7 @@ temperature) in double precision, with sorting where the C library selects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,18 @@ Row = npt.NDArray[np.float64]
 
 
 def distribution(
-    logits: npt.NDArray[np.float32], params: SamplingParams, history: Sequence[int]
+    logits: npt.NDArray[np.float32],
+    params: SamplingParams,
+    history: Sequence[int],
+    allowed: Iterable[int] | None = None,
 ) -> Row:
-    """The probabilities of the token after history, of which logits is the model's row."""
+    """The probabilities of the token after history, of which logits is the model's row.
+
+    The request's grammar is not looked at: allowed are the ids that it leaves.
+    """
     row = logits.astype(np.float64)
+    if allowed is not None:
+        row[np.setdiff1d(np.arange(len(row)), list(allowed))] = -np.inf
     for token, bias in params.logit_bias.items():
         row[token] += bias
     last_n = params.repeat_last_n
@@ -58,9 +66,17 @@ class Enumeration:
         model: The target.
         prompt: What the outputs follow.
         ends: Ids after which there is nothing; an output does not contain them.
+        allowed: The ids that may follow an output; None: all.
     """
 
-    def __init__(self, model: Reference, prompt: Sequence[int], ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: Reference,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+        allowed: Callable[[tuple[int, ...]], Iterable[int]] | None = None,
+    ) -> None:
+        self._allowed = allowed
         self._model = model
         self._prompt = tuple(prompt)
         self._ends = ends
@@ -75,7 +91,8 @@ class Enumeration:
         history = self._prompt + given
         if history not in self._logits:
             self._logits[history] = self._model.evaluate(history)[-1].copy()
-        p = distribution(self._logits[history], params, history)
+        allowed = self._allowed and self._allowed(given)
+        p = distribution(self._logits[history], params, history, allowed)
         found: dict[tuple[int, ...], float] = {}
         for token in map(int, np.flatnonzero(p)):
             if token in self._ends:

@@ -33,6 +33,7 @@ from pyspec.costs import CostCurve
 from pyspec.drafters.model import ModelDrafter
 from pyspec.drafters.ngram import NgramDrafter
 from pyspec.engine import AUTO, Engine, Gamma
+from pyspec.grammar import Grammar
 from pyspec.sampling import Probabilities, Rule, Sampler, SamplingParams, Verdict
 from tests import mutants, oracle
 from tests.goodness_of_fit import Uniforms, chi_square, independence, integral_transform, uniformity
@@ -49,6 +50,25 @@ GAMMAS = (1, 2, 3, 4)
 # More than the planner drafts with the costs below.
 MAX_PLANNED = 8
 BLOCK, TOKEN, COUPLED = Rule.BLOCK, Rule.TOKEN, Rule.COUPLED
+
+# Of the short pair's tokens, each text of the grammar below: what follows depends on all that came before.
+TEXTS = {
+    "".join(pairs)
+    for n in range(4)
+    for pairs in itertools.product(["ac", "ad", "bd", "b ", "c"], repeat=n)
+}
+PIECES = {3: "a", 4: "b", 5: "c", 6: "d", 7: " "}
+ENDS = (1, 2)
+
+
+def in_a_text(ids: Sequence[int]) -> list[int]:
+    """The ids that may follow in one of the texts."""
+    text = "".join(PIECES[id_] for id_ in ids)
+    following = [
+        id_ for id_, piece in PIECES.items() if any(t.startswith(text + piece) for t in TEXTS)
+    ]
+    return [*following, *(ENDS if text in TEXTS else ())]
+
 
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -71,8 +91,15 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
         "logit_bias": {3: 0.7, 6: -0.7},
     },
     "no end": {"logit_bias": {1: -math.inf, 2: -math.inf}},
+    "grammar": {"grammar": Grammar.regex("(a[cd]|b[d ]|c){0,3}")},
+    "grammar, cuts": {
+        "grammar": Grammar.lark('start: pair? pair? pair?\npair: "a" ("c" | "d") | "b" /[d ]/ | "c"'),
+        "top_k": 3,
+        "top_p": 0.9,
+        "frequency_penalty": 0.5,
+    },
 }
-OF_EVERY_PAIR = [name for name in TRANSFORMS if name != "no end"]
+OF_EVERY_PAIR = [name for name in TRANSFORMS if name != "no end" and "grammar" not in name]
 
 
 @dataclass(frozen=True)
@@ -201,7 +228,8 @@ def fit_of_short_outputs(
             if len(ids) >= length:
                 break
         draws.append(tuple(ids[:length]))
-    outputs = oracle.Enumeration(pair.target, prompt, ends=(1, 2))
+    allowed = in_a_text if case.params.grammar is not None else None
+    outputs = oracle.Enumeration(pair.target, prompt, ENDS, allowed)
     return chi_square(draws, outputs.of_length(length, case.params))
 
 
@@ -259,6 +287,11 @@ SHORT_CASES = [
     Case("none", 1.0, 1, COUPLED),
     Case("repeat", 0.6, 2, COUPLED),
     Case("all cuts", 1.5, 4, COUPLED),
+    Case("grammar", 1.0, 3, BLOCK),
+    Case("grammar", 1.5, 1, BLOCK),
+    Case("grammar", 0.6, 4, TOKEN),
+    Case("grammar", 1.0, 2, COUPLED),
+    Case("grammar, cuts", 1.0, 2, BLOCK),
 ]
 OPPOSITE = Case("no end", 1.0, 1, TOKEN)
 
@@ -354,6 +387,7 @@ COPYING_CASES = [
     Case("none", 1.0, 4, BLOCK),
     Case("frequency", 0.6, 2, BLOCK),
     Case("all cuts", 1.0, 3, COUPLED),
+    Case("grammar", 1.0, 3, BLOCK),
 ]
 
 
@@ -381,6 +415,9 @@ def test_short_outputs_with_copied_tokens_have_the_targets_frequencies(
         (mutants.PenalisesLastOfRound, Case("presence", 0.6, 1, BLOCK)),
         (mutants.NoiseByPlaceInRound, Case("none", 1.0, 1, COUPLED)),
         (mutants.DiscardingDrafter, Case("none", 1.0, 4, BLOCK)),
+        (mutants.MaskOfRound, Case("grammar", 1.0, 3, BLOCK)),
+        (mutants.MaskOfRound, Case("grammar", 0.6, 4, TOKEN)),
+        (mutants.MaskAfterRejected, Case("grammar", 1.0, 3, BLOCK)),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
