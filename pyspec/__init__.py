@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         VocabularyMismatchError,
     )
     from pyspec.generation import Generation
+    from pyspec.grammar import Grammar
     from pyspec.llama import Model
     from pyspec.metrics import Statistics
     from pyspec.output import Piece, Source, Token
@@ -39,6 +40,7 @@ __all__ = [
     "DownloadError",
     "Engine",
     "Generation",
+    "Grammar",
     "LogitsError",
     "Model",
     "ModelError",
@@ -54,7 +56,7 @@ __all__ = [
     "VocabularyMismatchError",
 ]
 
-_MODULES = ("engine", "errors", "generation", "llama", "metrics", "output", "sampling")
+_MODULES = ("engine", "errors", "generation", "grammar", "llama", "metrics", "output", "sampling")
 
 
 def __getattr__(name: str) -> Any:

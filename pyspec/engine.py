@@ -227,8 +227,8 @@ class Engine:
             on_prefill: Called with how many of the prompt's tokens are evaluated, and how many there are.
 
         Raises:
-            UsageError: The prompt is empty, an argument is outside its range, or the grammar cannot be kept to
-                with the target's tokens.
+            UsageError: The prompt is empty, an argument is outside its range, or nothing that the grammar
+                allows can be written with the target's tokens.
             ContextOverflowError: The prompt does not fit in the context.
             SlotsBusyError: As many requests as there are slots are under way.
         """

@@ -1,9 +1,9 @@
 """Structured output: a grammar for the text, and the tokens that keep to it at each place.
 
-Parsing is llguidance's. What is allowed at a place is exactly every token whose bytes leave a beginning of some
-text of the grammar, and the end-of-generation tokens where the text is one. That is a function of the tokens
-before the place alone, so it applies to the target and the draft alike and a verified text is distributed as
-one without a draft.
+Parsing is llguidance's. What is allowed at a place is exactly every token whose bytes leave a beginning of
+one of the grammar's texts, and the end-of-generation tokens where the text is one. That is a function of the
+tokens before the place alone. It applies to the target and the draft alike, and a text that was verified is
+distributed as one without a draft.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Grammars come from strangers: a second or so of work is the most that one of this many bytes makes.
 MAX_BYTES = 2**16
 
-# A model that may write any whitespace between two values may write nothing else until its tokens are used up.
+# A model that may write any whitespace between two values may go on with it until its tokens are used up.
 _WHITESPACE = r"[ ]|\n[ \t]{0,20}"
 
 # Places whose masks are kept: more than a round looks at.
@@ -137,8 +137,8 @@ class Constraint:
 
     Args:
         grammar: What the text may be.
-        model: The target, whose tokens the text is made of. What is worked out about its vocabulary, in one or
-            two seconds for the largest ones, is kept as long as the model.
+        model: The target, whose tokens the text is made of. What is worked out about its vocabulary, in a
+            second for 150000 tokens, is kept as long as the model.
         n_prompt: Tokens before the text begins.
 
     Attributes:
@@ -254,7 +254,9 @@ def _read_vocabulary(model: Model) -> _Vocabulary:
         raise ModelError(
             f"{model.name} has no end-of-generation token, without which no grammar can end its text"
         )
-    tokens = _Tokens(tokens=[b"" if token in ends else _text(model, token) for token in ids], ends=ends)
+    tokens = _Tokens(
+        tokens=[b"" if token in ends else _text(model, token) for token in ids], ends=ends
+    )
     mask = bytearray((model.n_vocab + 31) // 32 * 4)
     for token in ends:
         mask[token // 8] |= 1 << token % 8
@@ -291,7 +293,7 @@ def _limits() -> LLParserLimits:
 
 # Of the parser, in the search for a place's tokens. An ambiguous grammar that needs more takes longer than a
 # pass of the model; objects of hundreds of properties need less.
-_MAX_ITEMS = 10_000
+_MAX_ITEMS = 5_000
 
 
 def _check_size(name: str, text: str) -> None:
@@ -306,5 +308,8 @@ def _check_size(name: str, text: str) -> None:
 def _one_line(message: str) -> str:
     """The first line of a message, and what the regular expressions' parser says below the expression."""
     lines = message.replace("<non-verbose/>", "").strip().splitlines()
-    told = [lines[0], *(line.removeprefix("error: ") for line in lines if line.startswith("error: "))]
+    told = [
+        lines[0],
+        *(line.removeprefix("error: ") for line in lines if line.startswith("error: ")),
+    ]
     return " ".join(part if len(part) <= 200 else f"{part[:200]}..." for part in told)

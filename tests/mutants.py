@@ -14,7 +14,7 @@ from pyspec._cspec import ffi, lib
 
 from pyspec.drafters import Proposal
 from pyspec.drafters.model import ModelDrafter
-from pyspec.sampling import Probabilities, Rule, Sampler, SamplingParams, Verdict
+from pyspec.sampling import Probabilities, Sampler, SamplingParams, Verdict
 from tests.models import softmax
 
 ACCEPT, DRAFT, TARGET = lib.CSPEC_STREAM_ACCEPT, lib.CSPEC_STREAM_DRAFT, lib.CSPEC_STREAM_TARGET

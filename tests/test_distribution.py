@@ -93,7 +93,9 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
     "no end": {"logit_bias": {1: -math.inf, 2: -math.inf}},
     "grammar": {"grammar": Grammar.regex("(a[cd]|b[d ]|c){0,3}")},
     "grammar, cuts": {
-        "grammar": Grammar.lark('start: pair? pair? pair?\npair: "a" ("c" | "d") | "b" /[d ]/ | "c"'),
+        "grammar": Grammar.lark(
+            'start: pair? pair? pair?\npair: "a" ("c" | "d") | "b" /[d ]/ | "c"'
+        ),
         "top_k": 3,
         "top_p": 0.9,
         "frequency_penalty": 0.5,

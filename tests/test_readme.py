@@ -45,6 +45,10 @@ def folder(chat_target: Path, chat_draft: Path, tmp_path: Path) -> Path:
         (tmp_path / f"{name}.gguf").symlink_to(chat_target)
     for name in ("small", "smaller", "draft"):
         (tmp_path / f"{name}.gguf").symlink_to(chat_draft)
+    (tmp_path / "person.json").write_text(
+        '{"type": "object", "properties": {"name": {"enum": ["Ada"]}}}'
+    )
+    (tmp_path / "list.gbnf").write_text('root ::= ("- " [a-z]{1,9} "\\n"){3}\n')
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     (tmp_path / "notes.txt").write_text("one\n")
     subprocess.run(["git", "add", "notes.txt"], cwd=tmp_path, check=True)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
 from bench.prompts import load
-from pyspec import Engine, SamplingParams, bridge
+from pyspec import Engine, Grammar, SamplingParams, bridge
 from pyspec.catalogue import load_catalogue, resolve
 from pyspec.chat import prompt_ids
 from pyspec.drafters import Drafter
@@ -177,6 +179,46 @@ def test_a_generation_needs_no_more_memory_than_its_rows_of_logits(
     )
     rows, allowed = map(float, run.stdout.split())
     assert 0 < rows <= allowed
+
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "born": {"type": "integer", "minimum": 1700, "maximum": 2000},
+        "fields": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 4},
+        "alive": {"type": "boolean"},
+    },
+    "required": ["name", "born", "fields", "alive"],
+    "additionalProperties": False,
+}
+
+
+def answer_in_json(engine: Engine, gamma: int, **settings: Any) -> str:
+    question = "Who was Ada Lovelace? Answer in JSON with name, born, fields and alive."
+    ids = prompt_ids(engine.target, [{"role": "user", "content": question}])
+    params = SamplingParams(grammar=Grammar.json_schema(PERSON), max_tokens=300, **settings)
+    pieces = list(engine.generate(ids, params, gamma=gamma))
+    text = "".join(piece.text for piece in pieces)
+    statistics = pieces[-1].statistics
+    assert statistics is not None
+    assert statistics.finish_reason == "stop"
+    assert (statistics.drafted > 0) == (gamma > 0)
+    jsonschema.validate(json.loads(text), PERSON)
+    return text
+
+
+def test_greedy_json_of_a_schema_is_the_same_with_a_draft(engine: Engine) -> None:
+    plain = answer_in_json(engine, 0, temperature=0)
+    assert "Lovelace" in plain
+    for gamma in (1, 4, 9):
+        assert answer_in_json(engine, gamma, temperature=0) == plain
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_json_of_a_schema_at_a_high_temperature(engine: Engine, gamma: int) -> None:
+    texts = {answer_in_json(engine, gamma, temperature=1.2, seed=seed) for seed in range(5)}
+    assert len(texts) > 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from pyspec import bridge, chat
 from pyspec.cli.answer import coloured, has_colours
+from pyspec.cli.grammar_files import grammar_options, read_grammar
 from pyspec.cli.options import debug_option, model_options, sampling_options
 from pyspec.cli.pair import resolve_models
 from pyspec.cli.progress import prefill_progress
@@ -53,6 +54,7 @@ class _StatsCommand(click.Command):
 )
 @model_options
 @sampling_options
+@grammar_options
 @click.option("--system", metavar="TEXT", help="A system message before the prompt.")
 @click.option(
     "--raw", is_flag=True, help="Continue the prompt as it is, without the chat template."
@@ -79,6 +81,8 @@ def command(
     raw: bool,
     stats: str | None,
     show_drafts: bool,
+    json_schema: Path | None,
+    grammar: Path | None,
     **sampling: Any,
 ) -> None:
     """Write an answer to PROMPT, or to --file, or to what comes on standard input.
@@ -91,7 +95,7 @@ def command(
         raise UsageError("--draft and --no-draft exclude each other")
     if system is not None and raw:
         raise UsageError("--system needs the chat template, which --raw turns off")
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**sampling, grammar=read_grammar(json_schema, grammar))
     text = _read_prompt(prompt, file)
     target_path, drafts = resolve_models(model, draft, no_draft=no_draft)
     console = Console(stderr=True)

@@ -558,3 +558,71 @@ def test_kernels_that_were_turned_off_are_not_mentioned(chat_target: Path) -> No
     run = pyspec("generate", "-m", chat_target, "-n", "5", "hi", PYSPEC_KERNELS="sse")
     assert run.returncode == 0
     assert run.stderr.startswith(b"pyspec: no kernels (PYSPEC_KERNELS is none of off, c, avx2")
+
+
+# ---- grammars ------------------------------------------------------------------------------------------
+
+
+def test_json_of_a_schema(chat_target: Path, chat_draft: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        '{"type": "array", "items": {"enum": ["é", 7]}, "minItems": 3, "maxItems": 5}'
+    )
+    options = ["--raw", "--seed", "1", "--json-schema", schema, "Numbers:"]
+    run = pyspec("generate", "-m", chat_target, "-d", chat_draft, *options)
+    assert (run.returncode, run.stderr) == (0, b"")
+    written = json.loads(run.stdout)
+    assert 3 <= len(written) <= 5
+    assert set(written) <= {"é", 7}
+
+
+@pytest.mark.parametrize(
+    "text", ['# llama.cpp\nroot ::= ("ab" | "ba") "!"\n', 'start: ("ab" | "ba") "!"\n']
+)
+def test_a_text_of_a_grammar(chat_target: Path, tmp_path: Path, text: str) -> None:
+    grammar = tmp_path / "grammar"
+    grammar.write_text(text)
+    run = pyspec("generate", "-m", chat_target, "--raw", "--grammar", grammar, "Say:")
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert run.stdout in (b"ab!", b"ba!")
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--json-schema", b'{"type": ', "file is not JSON: Expecting value: line 1 column 10"),
+        (
+            "--json-schema",
+            b'{"type": "strin"}',
+            "file: the JSON schema cannot be used: Invalid type: strin",
+        ),
+        ("--json-schema", b"[]", "file: the JSON schema must be an object, not list"),
+        ("--json-schema", b"[" * 99999, "file is nested too deeply"),
+        (
+            "--grammar",
+            b"start: foo",
+            'file: the grammar cannot be used: at 1(8): unknown name: "foo"',
+        ),
+        ("--grammar", b'root ::= "a', "file: the grammar is not GBNF: "),
+        ("--grammar", b"\xff", "file is not UTF-8 text: "),
+        ("--grammar", None, "No such file or directory"),
+    ],
+)
+def test_a_wrong_grammar_is_one_line_and_status_2(
+    option: str, text: bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    if text is not None:
+        path.write_bytes(text)
+    run = pyspec("generate", "-m", "none.gguf", option, path, "Hello")
+    assert run.returncode == 2
+    assert run.stdout == b""
+    (line,) = run.stderr.decode().splitlines()
+    assert line.startswith("pyspec: ")
+    assert message in line
+
+
+def test_one_grammar_at_a_time() -> None:
+    run = pyspec("generate", "--json-schema", "a", "--grammar", "b", "Hello")
+    assert (run.returncode, run.stdout) == (2, b"")
+    assert b"--json-schema and --grammar exclude each other" in run.stderr
