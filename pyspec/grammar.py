@@ -284,16 +284,19 @@ class _Tokens:
         raise NotImplementedError
 
 
+# Of the parser, at a place and in the search for what may follow. A grammar so ambiguous that it needs more
+# takes longer for a token than a pass of the model; an object may have 200 optional properties.
+_MAX_ITEMS = 1_000
+_MAX_ITEMS_OF_SEARCH = 5_000
+
+
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    # The others are fit for strangers as they are. With verbose errors a message has the whole grammar.
-    return LLParserLimits(step_max_items=_MAX_ITEMS, verbose_errors=False)
-
-
-# Of the parser, in the search for a place's tokens. An ambiguous grammar that needs more takes longer than a
-# pass of the model; objects of hundreds of properties need less.
-_MAX_ITEMS = 5_000
+    # The other limits are fit for strangers as they are. Verbose errors would have the whole grammar in them.
+    return LLParserLimits(
+        max_items_in_row=_MAX_ITEMS, step_max_items=_MAX_ITEMS_OF_SEARCH, verbose_errors=False
+    )
 
 
 def _check_size(name: str, text: str) -> None:
