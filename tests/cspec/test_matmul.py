@@ -14,6 +14,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cffi import FFI
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
@@ -281,57 +282,29 @@ def test_what_is_not_covered() -> None:
 
 # ---- what only ggml passes ---------------------------------------------------------------------------
 
-# The functions beneath those for Python, which take some of the panels and tokens with strides.
-inner = ctypes.CDLL(_cspec.__file__)
-inner.matmul_find_type.restype = ctypes.c_void_p
-inner.matmul_panel_size.restype = ctypes.c_size_t
+# The functions beneath those for Python, which take some of the panels, and tokens with strides.
+HEADER = Path(__file__).resolve().parents[2] / "cspec/matmul/matmul.h"
+inner_ffi = FFI()
+inner_ffi.cdef(
+    "\n".join(line for line in HEADER.read_text().splitlines() if not line.startswith("#"))
+)
+inner: Any = inner_ffi.dlopen(_cspec.__file__)
 
 
-class _Tokens(ctypes.Structure):
-    """struct matmul_tokens"""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 3),
-        ("stride", ctypes.c_size_t * 3),
-    ]
-
-
-class _Product(ctypes.Structure):
-    """struct matmul_product"""
-
-    _fields_ = [
-        ("type", ctypes.c_void_p),
-        ("level", ctypes.c_int32),
-        ("n_rows", ctypes.c_int64),
-        ("n_k", ctypes.c_int64),
-        ("n_tokens", ctypes.c_int64),
-        ("panels", ctypes.c_void_p),
-        ("activations", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("stride", ctypes.c_size_t),
-    ]
+def address(array: npt.NDArray[Any]) -> Any:
+    return inner_ffi.cast("char *", array.ctypes.data)
 
 
 def quantised_activations(kind: Type, x: Floats) -> Bytes:
     """Of tokens [a, b, c, n_k] with any strides but the last."""
-    n_k = x.shape[-1]
-    n_tokens = math.prod(x.shape[:-1])
-    tokens = _Tokens(
-        x.ctypes.data,
-        (ctypes.c_int64 * 3)(*x.shape[2::-1]),
-        (ctypes.c_size_t * 3)(*x.strides[2::-1]),
+    n_k, n_tokens = x.shape[-1], math.prod(x.shape[:-1])
+    tokens = inner_ffi.new(
+        "struct matmul_tokens *", [address(x), list(x.shape[2::-1]), list(x.strides[2::-1])]
     )
     out = aligned(lib.cspec_matmul_activations_size(kind, n_k, n_tokens))
     n_blocks = n_k // block_size(kind)
     inner.matmul_quantise(
-        ctypes.c_void_p(inner.matmul_find_type(int(kind))),
-        ctypes.c_int64(n_blocks),
-        ctypes.byref(tokens),
-        ctypes.c_int64(n_tokens),
-        ctypes.c_void_p(out.ctypes.data),
-        ctypes.c_int64(0),
-        ctypes.c_int64(n_blocks),
+        inner.matmul_find_type(kind), n_blocks, tokens, n_tokens, address(out), 0, n_blocks
     )
     return out
 
@@ -361,30 +334,33 @@ def test_offsets_past_4_gib(kind: Type) -> None:
     row_size = n_k // block * size
     n_panels = (9 << 29) // (16 * row_size)
     n_rows = 16 * n_panels + last_rows
-    found = ctypes.c_void_p(inner.matmul_find_type(int(kind)))
-    panel_size = inner.matmul_panel_size(found, ctypes.c_int64(n_k // block_size(kind)))
+    found = inner.matmul_find_type(kind)
+    panel_size = inner.matmul_panel_size(found, n_k // block_size(kind))
     few = random_weights(kind, last_rows, n_k)
     with mmap.mmap(-1, n_rows * row_size) as rows, mmap.mmap(-1, (n_panels + 1) * panel_size) as to:
         rows[-few.nbytes :] = few.tobytes()
-        start_of = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (rows, to)]
-        last = (ctypes.c_int64(n_panels), ctypes.c_int64(n_panels + 1))
-        shape = (ctypes.c_int64(n_rows), ctypes.c_int64(n_k))
-        inner.matmul_pack(found, *shape, *map(ctypes.c_void_p, start_of), *last)
+        whole, panels = np.frombuffer(rows, np.uint8), np.frombuffer(to, np.uint8)
+        inner.matmul_pack(
+            found, n_rows, n_k, address(whole), address(panels), n_panels, n_panels + 1
+        )
         x = random_tokens(9, n_k)
         activations = quantised_activations(kind, x[None, None])
         out = np.zeros((len(x), n_rows), np.float32)
-        product = _Product(
-            found,
-            BEST,
-            n_rows,
-            n_k,
-            len(x),
-            start_of[1],
-            activations.ctypes.data,
-            out.ctypes.data,
-            n_rows,
+        product = {
+            "type": found,
+            "level": BEST,
+            "n_rows": n_rows,
+            "n_k": n_k,
+            "n_tokens": len(x),
+            "panels": address(panels),
+            "activations": address(activations),
+            "out": inner_ffi.cast("float *", out.ctypes.data),
+            "stride": n_rows,
+        }
+        inner.matmul_multiply(
+            inner_ffi.new("struct matmul_product *", product), n_panels, n_panels + 1
         )
-        inner.matmul_multiply(ctypes.byref(product), *last)
+        del whole, panels  # the mappings cannot be closed while they are in use
         expected = Product(kind, last_rows, n_k, few)(x)
         assert bits(out[:, -last_rows:]) == bits(expected)
         assert not out[:, :-last_rows].any()
