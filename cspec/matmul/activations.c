@@ -109,7 +109,7 @@ CSPEC_CLONES static void put_256(const float *x, int64_t n_blocks, uint8_t *to, 
         }
         for (int32_t i = 0; i < (long_subs ? 8 : 16); i += offset != 0 ? 1 : 2) {
             const int32_t initial = -offset * sums[i];
-            const int16_t pair[2] = {(int16_t)sums[i], (int16_t)sums[i + 1]};
+            const int16_t pair[2] = {(int16_t)sums[i], (int16_t)sums[i | 1]};
             put(&to, entry, offset != 0 ? (const void *)&initial : (const void *)pair);
         }
         put(&to, entry, &scale);

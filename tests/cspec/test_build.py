@@ -40,12 +40,22 @@ WATCHED = {
         ROOT / "cspec/random.c",
         "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc",
     ],
+    "sanitize_kernels.c": [
+        *sorted((ROOT / "cspec").glob("matmul/*.c")),
+        *sorted((ROOT / "cspec").glob("attention*.c")),
+        "-O0",  # gcc takes many minutes to optimise what it has instrumented in attention_c.c
+        "-lm",
+    ],
 }
+SLOW = {"sanitize_kernels.c"}  # a minute of compiling
 
 
 @needs_cc
 @pytest.mark.skipif(platform.system() != "Linux", reason="names GNU's linker options")
-@pytest.mark.parametrize("source", WATCHED)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(name, marks=pytest.mark.thorough if name in SLOW else ()) for name in WATCHED],
+)
 def test_sanitizers_find_nothing(source, tmp_path):
     sanitizers = "-fsanitize=address,undefined,float-cast-overflow"
     program = tmp_path / "sanitize"
