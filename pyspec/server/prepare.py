@@ -10,6 +10,7 @@ from typing import Any
 from pyspec import chat
 from pyspec.engine import Engine, Gamma
 from pyspec.errors import ModelError, UsageError
+from pyspec.grammar import Constraint, Grammar
 from pyspec.sampling import Rule, SamplingParams
 from pyspec.server import tools
 from pyspec.server.errors import ApiError
@@ -18,6 +19,7 @@ from pyspec.server.schemas import (
     ChatRequest,
     CompletionRequest,
     Content,
+    JsonSchemaFormat,
     Message,
     NamedTool,
     TextFormat,
@@ -62,13 +64,6 @@ class Preparer:
         """
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        if request.response_format is not None and not isinstance(
-            request.response_format, TextFormat
-        ):
-            raise ApiError(
-                "structured output is not available here: use the type text",
-                param="response_format",
-            )
         if self._engine.target.chat_template is None:
             raise ApiError(
                 "the model has no chat template: use /v1/completions", code="no_chat_template"
@@ -78,27 +73,16 @@ class Preparer:
         )
         max_tokens = request.max_completion_tokens or request.max_tokens
         n_top = (request.top_logprobs or 0) if request.logprobs else None
+        offered = self._tools(request)
+        forced = offered if offered and _is_forced(request) else None
+        begun = tools.FORCED_BEGINNING if forced else ""
         params = self._params(request, max_tokens, limit_name, n_top)
-        offered, begun = self._tools(request)
-        if request.tool_choice is not None and not request.tools:
-            if request.tool_choice not in ("none", "auto"):
-                raise ApiError("tool_choice needs tools", param="tool_choice")
-        elif offered and (request.parallel_tool_calls is False or _named(request) is not None):
+        ids = self._chat_prompt(request, offered, begun)
+        grammar = self._grammar(request, offered, forced)
+        if grammar is not None:
+            params = replace(params, grammar=grammar)
+        elif offered and request.parallel_tool_calls is False:
             params = replace(params, stop=[*params.stop, tools.CLOSE])
-        messages = [_for_template(message) for message in request.messages]
-        try:
-            if offered and not self._knows_tools(messages, offered):
-                raise ApiError(
-                    "the model's chat template has no tools that are understood here: leave them out",
-                    param="tools",
-                )
-            ids = chat.prompt_ids(self._engine.target, messages, tools=offered, begun=begun)
-        except (ModelError, UsageError) as error:
-            raise ApiError(
-                f"the messages do not fit the model's chat template: {error.__cause__ or error}",
-                param="messages",
-            ) from error
-        self._check_length(ids, "messages")
         names = frozenset(tool["function"]["name"] for tool in offered) if offered else None
         return self._plan(request, [ids], params, names, begun)
 
@@ -196,18 +180,74 @@ class Preparer:
                 f"the prompt has token {max(ids)}, and the last one is {n_vocab - 1}", param=param
             )
 
-    def _tools(self, request: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
-        """The tools to show to the model, and what its answer must begin with."""
-        if not request.tools or request.tool_choice == "none":
-            return None, ""
-        offered = [tool.model_dump(exclude_none=True) for tool in request.tools]
-        name = _named(request)
-        if name is not None and name not in {tool.function.name for tool in request.tools}:
+    def _tools(self, request: ChatRequest) -> list[dict[str, Any]] | None:
+        """The tools to show to the model; of several, only the one that must be called."""
+        if not request.tools:
+            if request.tool_choice not in (None, "none", "auto"):
+                raise ApiError("tool_choice needs tools", param="tool_choice")
+            return None
+        if request.tool_choice == "none":
+            return None
+        if isinstance(request.tool_choice, NamedTool):
+            name = request.tool_choice.function.name
+            chosen = [tool for tool in request.tools if tool.function.name == name]
+            if not chosen:
+                raise ApiError(
+                    f"tool_choice names {name!r}, which is not in tools", param="tool_choice"
+                )
+            return [tool.model_dump(exclude_none=True) for tool in chosen]
+        return [tool.model_dump(exclude_none=True) for tool in request.tools]
+
+    def _grammar(
+        self,
+        request: ChatRequest,
+        offered: Sequence[Mapping[str, Any]] | None,
+        forced: Sequence[Mapping[str, Any]] | None,
+    ) -> Grammar | None:
+        """What the answer must be, if anything: a call of one of the forced tools, or JSON."""
+        wanted = request.response_format
+        if isinstance(wanted, TextFormat):
+            wanted = None
+        if wanted is not None and offered:
             raise ApiError(
-                f"tool_choice names {name!r}, which is not in tools", param="tool_choice"
+                "an answer cannot be of a format and call tools: leave one of them out",
+                param="response_format",
             )
-        forced = name is not None or request.tool_choice == "required"
-        return offered, tools.forced_beginning(name) if forced else ""
+        if not forced and wanted is None:
+            return None
+        at = "tools" if forced else "response_format"
+        try:
+            if forced:
+                grammar = Grammar.json_schema(tools.schema_of_call(forced))
+            elif isinstance(wanted, JsonSchemaFormat):
+                at = "response_format.json_schema.schema"
+                grammar = Grammar.json_schema(wanted.json_schema.schema_)
+            else:
+                grammar = Grammar.json_object()
+            # Tried here, where the answers that are being written do not wait for it.
+            Constraint(grammar, self._engine.target, n_prompt=0)
+        except (UsageError, ModelError) as error:
+            raise ApiError(str(error), param=at) from error
+        return grammar
+
+    def _chat_prompt(
+        self, request: ChatRequest, offered: Sequence[Mapping[str, Any]] | None, begun: str
+    ) -> list[int]:
+        messages = [_for_template(message) for message in request.messages]
+        try:
+            if offered and not self._knows_tools(messages, offered):
+                raise ApiError(
+                    "the model's chat template has no tools that are understood here: leave them out",
+                    param="tools",
+                )
+            ids = chat.prompt_ids(self._engine.target, messages, tools=offered, begun=begun)
+        except (ModelError, UsageError) as error:
+            raise ApiError(
+                f"the messages do not fit the model's chat template: {error.__cause__ or error}",
+                param="messages",
+            ) from error
+        self._check_length(ids, "messages")
+        return ids
 
     def _knows_tools(
         self, messages: Sequence[chat.Message], offered: Sequence[Mapping[str, Any]]
@@ -232,10 +272,9 @@ _SAME_NAMES = (
 )
 
 
-def _named(request: ChatRequest) -> str | None:
-    """The one function that must be called."""
-    choice = request.tool_choice
-    return choice.function.name if isinstance(choice, NamedTool) else None
+def _is_forced(request: ChatRequest) -> bool:
+    """Whether a tool must be called."""
+    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# How an answer begins that must be a call.
+FORCED_BEGINNING = f"{OPEN}\n"
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,43 @@ class Call:
     arguments: str
 
 
-def forced_beginning(name: str | None) -> str:
-    """How an answer begins that must call a tool, of this name if one is given."""
-    if name is None:
-        return f"{OPEN}\n"
-    return f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
+def schema_of_call(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of a call of one of the tools, which are as OpenAI's API describes them."""
+    functions = [tool["function"] for tool in tools]
+    return {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "arguments": {"$ref": f"#/$defs/{function['name']}"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for function in functions
+        ],
+        "$defs": {
+            function["name"]: _moved(
+                function.get("parameters") or {"type": "object"}, f"#/$defs/{function['name']}"
+            )
+            for function in functions
+        },
+    }
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema as it must be where it is no longer the root: its references to itself follow it."""
+    if isinstance(schema, list):
+        return [_moved(item, to) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: to + value.removeprefix("#")
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, to)
+        for name, value in schema.items()
+    }
 
 
 class ToolCallParser:

@@ -339,6 +339,98 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI, reference: Eng
         assert sorted(top.values(), reverse=True) == [logprob for _, logprob in token.top_logprobs]
 
 
+# ---- structured output -------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["inner", "outer"]},
+        "number": {"type": "integer", "minimum": 0, "maximum": 99},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "number", "flags"],
+    "additionalProperties": False,
+}
+
+
+def json_format(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "any", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "coupled"])
+@pytest.mark.parametrize("gamma", [0, 4, 12])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_keeps_to_its_schema(
+    client: openai.OpenAI, streamed: bool, gamma: int, rule: str
+) -> None:
+    answer = ask(
+        client,
+        response_format=json_format(SCHEMA),
+        temperature=1.5,
+        seed=5,
+        max_tokens=300,
+        stream=streamed,
+        extra_body={"speculative": {"gamma": gamma, "rule": rule}},
+    )
+    if streamed:
+        chunks = list(answer)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert reason == "stop"
+    value = json.loads(text)
+    assert list(value) == ["name", "number", "flags"]
+    assert value["name"] in ("inner", "outer")
+    assert 0 <= value["number"] <= 99
+    assert set(map(type, value["flags"])) <= {bool}
+
+
+def test_structured_text_is_the_same_with_and_without_a_draft(client: openai.OpenAI) -> None:
+    texts = {
+        ask(
+            client,
+            response_format=json_format(SCHEMA),
+            temperature=0,
+            max_tokens=300,
+            extra_body={"speculative": {"gamma": gamma}},
+        )
+        .choices[0]
+        .message.content
+        for gamma in (0, 1, 4, 16)
+    }
+    assert len(texts) == 1
+
+
+def test_any_json_object(client: openai.OpenAI) -> None:
+    answers = ask(
+        client,
+        response_format={"type": "json_object"},
+        temperature=0.7,
+        seed=3,
+        max_tokens=400,
+        n=3,
+    )
+    complete = [choice for choice in answers.choices if choice.finish_reason == "stop"]
+    assert all(isinstance(json.loads(choice.message.content), dict) for choice in complete)
+    assert all(choice.message.content.lstrip()[0] == "{" for choice in answers.choices)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nothing"},
+        {"$ref": "http://127.0.0.1:1/schema.json"},
+        {"$ref": "file:///etc/passwd"},
+    ],
+    ids=["wrong", "elsewhere", "a file"],
+)
+def test_a_schema_that_cannot_be_kept_is_refused(client: openai.OpenAI, schema: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, response_format=json_format(schema))
+    assert caught.value.param == "response_format.json_schema.schema"
+
+
 # ---- completions, models -----------------------------------------------------------------------------
 
 

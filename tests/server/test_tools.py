@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import openai
@@ -173,18 +174,77 @@ def test_no_tools_are_shown_if_none_may_be_called(
 
 
 def test_a_required_call_is_begun_for_the_model(author: Author, tool_client: openai.OpenAI) -> None:
-    author.text = CALL.removeprefix("<tool_call>\n")
+    author.text = '{"name": "look", "arguments": {"where": "Zürich"}}'
     (choice,) = ask(tool_client, tool_choice="required").choices
     assert author.prompts[-1].endswith("<|im_start|>assistant\n<tool_call>\n")
     assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
+    assert choice.finish_reason == "tool_calls"
 
 
-def test_a_named_call_is_begun_further(author: Author, tool_client: openai.OpenAI) -> None:
-    author.text = f"{ARGUMENTS}}}\n"
-    named = {"type": "function", "function": {"name": "look"}}
-    (choice,) = ask(tool_client, tool_choice=named).choices
-    assert author.prompts[-1].endswith('<tool_call>\n{"name": "look", "arguments": ')
-    assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
+PLACE = {
+    "type": "function",
+    "function": {
+        "name": "go",
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"$ref": "#/$defs/Place"}, "n": {"type": "integer", "maximum": 9}},
+            "required": ["to", "n"],
+            "additionalProperties": False,
+            "$defs": {"Place": {"enum": ["north", "south"]}},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def real_client(tools_target: Path, chat_draft: Path) -> Iterator[openai.OpenAI]:
+    """The tiny model that can be shown tools, which by itself writes nothing like a call."""
+    with (
+        Engine(tools_target, chat_draft, gamma=4, n_ctx=1024, threads=1) as engine,
+        serving(engine) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_forced_call_fits_the_tool_s_schema(
+    real_client: openai.OpenAI, choice: Any, seed: int
+) -> None:
+    other = {"type": "function", "function": {"name": "stop", "parameters": {"enum": [{}]}}}
+    answer = ask(
+        real_client,
+        tools=[PLACE, other],
+        tool_choice=choice,
+        seed=seed,
+        temperature=1.5,
+        max_tokens=300,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.choices[0].message.content is None
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "go":
+        assert arguments["to"] in ("north", "south")
+        assert arguments["n"] <= 9
+        assert set(arguments) == {"to", "n"}
+    else:
+        assert (call.function.name, arguments) == ("stop", {})
+        assert choice == "required"
+
+
+def test_a_schema_that_cannot_be_kept_is_refused(real_client: openai.OpenAI) -> None:
+    broken = {"type": "function", "function": {"name": "go", "parameters": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(real_client, tools=[broken], tool_choice="required")
+    assert caught.value.param == "tools"
+
+
+def test_without_being_forced_nothing_is_a_call(real_client: openai.OpenAI) -> None:
+    (choice,) = ask(real_client, temperature=0, max_tokens=20).choices
+    assert choice.message.tool_calls is None
+    assert choice.finish_reason == "length"
 
 
 def test_a_tool_that_is_not_there_cannot_be_named(tool_client: openai.OpenAI) -> None:
