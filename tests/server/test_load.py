@@ -129,7 +129,7 @@ def exercise(pair: list[Any], expected: dict[str, str], *, clients: int, request
 def test_clients_that_misbehave_change_no_answer(
     chat_target: Path, chat_draft: Path, expected: dict[str, str]
 ) -> None:
-    exercise(["-m", chat_target, "-d", chat_draft], expected, clients=4, requests=32)
+    exercise(["-m", chat_target, "-d", chat_draft], expected, clients=4, requests=20)
 
 
 @pytest.mark.thorough

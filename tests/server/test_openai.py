@@ -286,6 +286,11 @@ def test_a_shared_beginning_is_evaluated_once(client: openai.OpenAI) -> None:
 # ---- log probabilities -------------------------------------------------------------------------------
 
 
+def near(logprobs: list[Any]) -> Any:
+    """Unquantised products depend on how a prompt was split, and a service keeps beginnings of prompts."""
+    return pytest.approx(logprobs, abs=1e-3)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_log_probabilities_of_a_chat(
     client: openai.OpenAI, reference: Engine, streamed: bool
@@ -301,15 +306,15 @@ def test_log_probabilities_of_a_chat(
         ]
     else:
         content = answer.choices[0].logprobs.content
-    assert [item.logprob for item in content] == [token.logprob for token in tokens]
+    assert [item.logprob for item in content] == near([token.logprob for token in tokens])
     assert "".join(item.token for item in content) == text
     # Bytes that are no character show as U+FFFD in the text, and as they are here.
     joined = bytes(byte for item in content for byte in item.bytes)
     assert joined.decode("utf-8", "replace") == text
     for item, token in zip(content, tokens, strict=True):
-        assert [top.logprob for top in item.top_logprobs] == [
-            logprob for _, logprob in token.top_logprobs
-        ]
+        assert [top.logprob for top in item.top_logprobs] == near(
+            [logprob for _, logprob in token.top_logprobs]
+        )
         for top, (id_, _) in zip(item.top_logprobs, token.top_logprobs, strict=True):
             assert bytes(top.bytes) == reference.target.piece(id_, special=True)
 
@@ -329,14 +334,16 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI, reference: Eng
     text, tokens = alone(reference, ids, logprobs=2, **SAMPLED)
     choice = complete(client, "the inner one", logprobs=2, **SAMPLED).choices[0]
     assert choice.text == text
-    assert choice.logprobs.token_logprobs == [token.logprob for token in tokens]
+    assert choice.logprobs.token_logprobs == near([token.logprob for token in tokens])
     assert "".join(choice.logprobs.tokens) == text
     ends = [*choice.logprobs.text_offset[1:], len(text)]
     assert [
         text[start:end] for start, end in zip(choice.logprobs.text_offset, ends, strict=True)
     ] == choice.logprobs.tokens
     for top, token in zip(choice.logprobs.top_logprobs, tokens, strict=True):
-        assert sorted(top.values(), reverse=True) == [logprob for _, logprob in token.top_logprobs]
+        assert sorted(top.values(), reverse=True) == near(
+            [logprob for _, logprob in token.top_logprobs]
+        )
 
 
 # ---- structured output -------------------------------------------------------------------------------
@@ -357,11 +364,12 @@ def json_format(schema: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "any", "strict": True, "schema": schema}}
 
 
-@pytest.mark.parametrize("rule", ["block", "token", "coupled"])
-@pytest.mark.parametrize("gamma", [0, 4, 12])
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "gamma", "streamed"),
+    [("block", 0, True), ("block", 4, False), ("token", 12, True), ("coupled", 4, False)],
+)
 def test_an_answer_keeps_to_its_schema(
-    client: openai.OpenAI, streamed: bool, gamma: int, rule: str
+    client: openai.OpenAI, rule: str, gamma: int, streamed: bool
 ) -> None:
     answer = ask(
         client,

@@ -102,8 +102,7 @@ def test_a_second_signal_does_not_wait(pair: list[str | Path]) -> None:
 
 
 def test_killed_it_leaves_nothing(pair: list[str | Path], tmp_path: Path) -> None:
-    environment = {"TMPDIR": str(tmp_path), "PYSPEC_HOME": str(tmp_path / "home")}
-    with Process(*pair, **environment) as process:
+    with Process(*pair, TMPDIR=str(tmp_path)) as process:
         port = urlsplit(process.url).port
         with post(process.url, stream=True, max_tokens=4000) as connection:
             started(connection)
