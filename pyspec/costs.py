@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def measured_costs(context: Context) -> CostCurve:
     Args:
         context: Empty, and empty afterwards.
     """
-    path = cache_folder() / "costs" / f"{_key(context)}.json"
+    path = _file(context)
     try:
         stored = json.loads(path.read_text())
         return CostCurve(stored["widths"], stored["seconds"])
@@ -88,6 +89,15 @@ def measured_costs(context: Context) -> CostCurve:
     return curve
 
 
+def forget_costs(context: Context) -> None:
+    """Have the costs of a context's model measured anew when next they are asked for."""
+    _file(context).unlink(missing_ok=True)
+
+
+def _file(context: Context) -> Path:
+    return cache_folder() / "costs" / f"{_key(context)}.json"
+
+
 def _measure(context: Context) -> CostCurve:
     widths = [n for n in _WIDTHS if n <= min(context.n_batch, context.n_ctx)]
     fastest = dict.fromkeys(widths, float("inf"))
@@ -97,7 +107,9 @@ def _measure(context: Context) -> CostCurve:
         context.evaluate([0] * n, n_logits=min(n, context.n_logits))
         fastest[n] = min(fastest[n], time.perf_counter() - start)
         context.clear()
-    return CostCurve(widths, list(fastest.values()))
+    # What was held up would make a wider pass look cheaper than a narrower one.
+    seconds = list(accumulate(reversed(fastest.values()), min))
+    return CostCurve(widths, seconds[::-1])
 
 
 def _key(context: Context) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from pyspec.costs import CostCurve, measured_costs
+from pyspec.costs import CostCurve, forget_costs, measured_costs
 from pyspec.drafters import Drafter
 from pyspec.drafters.foreign import drafter_of
 from pyspec.drafters.ngram import NgramDrafter
@@ -323,6 +323,8 @@ class Engine:
             for generation in parts:
                 with _ending_alone(generation):
                     pieces[generation] = generation.conclude(verify_s)
+                    if generation.finished and not generation.costs_fit:
+                        forget_costs(parts[generation].context)
         return pieces
 
     def generate(

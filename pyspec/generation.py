@@ -124,6 +124,11 @@ class Generation:
             raise self.error or PyspecError("this request has ended")
         return self._slot
 
+    @property
+    def costs_fit(self) -> bool:
+        """Whether the costs that it was planned with are not far over what passes took."""
+        return self._planner.costs_fit
+
     def close(self, error: BaseException | None = None) -> None:
         """End it, at any time between steps, and free its slot for another request.
 

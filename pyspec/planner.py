@@ -31,6 +31,12 @@ _RATE_FADING = 0.8
 # A drafter that did not pay is tried again after 2, 4, 8, ... rounds, at most this many.
 _LONGEST_REST = 64
 _FIRST_REST = 2
+# The part of a request's time that may go into trying drafters that did not pay.
+_TRIES = 0.02
+# P(a token is reached) below which it is not worth a thought.
+_NEGLIGIBLE = 0.02
+# Contexts grow, and passes with them: only costs that are over the passes' own times are wrong.
+_TOO_HIGH = 0.75
 # How many tokens ahead a step in the costs is looked past.
 _HORIZON = 8
 # A drafter that has caught up is expected to be of use for this many rounds.
@@ -156,6 +162,7 @@ class FixedGamma:
     """Drafts gamma tokens a round with the first drafter that has any."""
 
     predicted_rate = None
+    costs_fit = True
 
     @property
     def drafts(self) -> bool:
@@ -205,10 +212,13 @@ class Planner:
         observe_time: bool = True,
     ) -> None:
         self.drafts = True
-        self._costs = costs.copy()
+        self._remembered = costs
+        self._observed = costs.copy()
+        self._costs = self._observed if observe_time else costs
         self._sources = [_Source(curve and curve.copy()) for curve in draft_costs]
         self._observe_time = observe_time
         self._tokens = self._seconds = 0.0
+        self._spent_s = self._tried_s = 0.0
         self._share = 1
         self._expected_tokens = self._expected_s = 0.0
 
@@ -222,6 +232,11 @@ class Planner:
     def predicted_rate(self) -> float | None:
         """Tokens a second that were expected of the rounds so far, each before it was verified."""
         return self._expected_tokens / self._expected_s if self._expected_s else None
+
+    @property
+    def costs_fit(self) -> bool:
+        """Whether the remembered costs are not far too high, as if measured while the machine was busy."""
+        return self._observed(1) > _TOO_HIGH * self._remembered(1)
 
     def _pass(self, n: int) -> float:
         """Seconds of a pass over n tokens; this request's part of one that several share."""
@@ -248,21 +263,32 @@ class Planner:
                 plan = _Drawing(self, index, candidate.room)
                 if gain > 0:
                     source.rest, source.next_rest = 0, _FIRST_REST
-                elif source.wants_another_try():
+                elif source.wants_another_try() and self._can_try(source, candidate):
                     gain, plan = math.inf, Settled(index, 1)
             if gain > best_gain:
                 best, best_gain = plan, gain
         return best
 
+    def _can_try(self, source: _Source, candidate: Candidate) -> bool:
+        """Whether the time of another try, catching up included, is a small part of the request's so far."""
+        seconds = source.step(candidate.backlog) + self._pass(2) - self._pass(1)
+        if self._tried_s + seconds > _TRIES * self._spent_s:
+            return False
+        self._tried_s += seconds
+        return True
+
     def _gain_of_known(self, source: _Source, candidate: Candidate) -> tuple[float, int]:
         """What a proposal is worth that costs nothing to make, at its best length, and that length."""
         best, most, tokens, reached = 0.0, 0, 0.0, 1.0
+        rate, narrowest = self.rate, self._pass(1)
         for n, confidence in enumerate((candidate.confidence or ())[: candidate.room], 1):
             reached *= source.acceptance.drawn(confidence)
             tokens += reached
-            gain = tokens - self.rate * (self._pass(n + 1) - self._pass(1))
+            gain = tokens - rate * (self._pass(n + 1) - narrowest)
             if gain > best:
                 best, most = gain, n
+            if reached < _NEGLIGIBLE:
+                break
         return best, most
 
     def _gain_of_first(self, index: int, candidate: Candidate) -> float:
@@ -289,14 +315,14 @@ class Planner:
             probability: P(the next one is reached and accepted).
             once: Seconds that the first takes beyond a step.
         """
-        source = self._sources[index]
+        source, rate, checked = self._sources[index], self.rate, self._pass(drawn + 1)
         best, tokens, seconds = -math.inf, 0.0, once
         for k in range(1, min(left, _HORIZON) + 1):
             tokens += probability
             probability *= source.acceptance.overall
             seconds += source.step(1)
-            extra = seconds + self._pass(drawn + 1 + k) - self._pass(drawn + 1)
-            best = max(best, tokens - self.rate * extra)
+            extra = seconds + self._pass(drawn + 1 + k) - checked
+            best = max(best, tokens - rate * extra)
         return best
 
     def acceptance(self, index: int) -> Acceptance:
@@ -332,13 +358,14 @@ class Planner:
             source.acceptance.record(confidence, accepted)
         self._expected_s += expected_s
         self._expected_tokens += expected_tokens
+        self._observed.observe(self._share * (n + 1), verify_s)
         if self._observe_time:
-            self._costs.observe(self._share * (n + 1), verify_s)
             if plan.source is not None:
                 self._sources[plan.source].observe(n, draft_s)
             spent = draft_s + verify_s / self._share
         else:
             spent = expected_s
+        self._spent_s += spent
         self._tokens = _RATE_FADING * self._tokens + accepted + 1
         self._seconds = _RATE_FADING * self._seconds + spent
 

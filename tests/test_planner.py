@@ -220,6 +220,19 @@ def test_shared_passes_are_dearer_and_draft_less() -> None:
     assert drafted(1) > drafted(4) >= 0
 
 
+@pytest.mark.parametrize("observe_time", [False, True])
+@pytest.mark.parametrize(("slowdown", "fits"), [(0.5, False), (1.0, True), (3.0, True)])
+def test_costs_that_were_measured_on_a_busy_machine_are_noticed(
+    observe_time: bool, slowdown: float, fits: bool
+) -> None:
+    costs = CURVES["ours"]
+    planner = Planner(costs, [None], observe_time=observe_time)
+    for _ in range(30):
+        plan = planner.plan([Candidate(0)])
+        planner.record(plan, [], 0, draft_s=0.0, verify_s=slowdown * costs(1))
+    assert planner.costs_fit is fits
+
+
 # ---- the parts ---------------------------------------------------------------------------------------
 
 
