@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from pyspec.catalogue import models_folder
 from pyspec.quantise import requantised
 from tests.test_bit_exact import GEMMA, QWEN, QWEN_SMALL, SMOLLM
 
+WHOLE = 1 << 20  # tokens of a text
 TEXTS = sorted((Path(__file__).parent / "texts").glob("*.txt"))
 
 pytestmark = [
@@ -60,7 +62,8 @@ print(json.dumps([bridge.attach_kernels().instructions, losses]))
 Losses = npt.NDArray[np.float64]
 
 
-def losses(path: Path, width: int, most: int = 1 << 20, **environment: str) -> Losses:
+@cache
+def losses(path: Path, width: int, most: int = WHOLE, **environment: str) -> Losses:
     result = subprocess.run(
         [sys.executable, "-c", LIKELIHOOD, path, str(width), str(most), *map(str, TEXTS)],
         env={**os.environ, **environment},
@@ -74,7 +77,7 @@ def losses(path: Path, width: int, most: int = 1 << 20, **environment: str) -> L
     return np.array(values)
 
 
-def stock_losses(path: Path, most: int = 1 << 20) -> Losses:
+def stock_losses(path: Path, most: int = WHOLE) -> Losses:
     return losses(path, 128, most, PYSPEC_BRIDGE="off")
 
 
@@ -97,7 +100,7 @@ def model_file(name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [(SMOLLM, 1 << 20), (GEMMA, 1 << 20), (QWEN_SMALL, 1 << 20), (QWEN, 600)]
+    ("name", "most"), [(SMOLLM, WHOLE), (GEMMA, WHOLE), (QWEN_SMALL, 600), (QWEN, 600)]
 )
 def test_perplexity_is_that_of_stock(name: str, most: int) -> None:
     path = model_file(name)
