@@ -42,7 +42,7 @@ static struct {
 } ggml;
 #undef MEMBER
 
-_Static_assert(CSPEC_PANEL_ROWS == MATMUL_ROWS, "Python counts rows of panels");
+_Static_assert((int)CSPEC_PANEL_ROWS == (int)MATMUL_ROWS, "Python counts rows of panels");
 
 static buffer_type *ours; /* null until structures have been compared */
 static atomic_int level = MATMUL_OFF;

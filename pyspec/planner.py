@@ -37,6 +37,8 @@ _TRIES = 0.02
 _NEGLIGIBLE = 0.02
 # Contexts grow, and passes with them: only costs that are over the passes' own times are wrong.
 _TOO_HIGH = 0.75
+# Of passes this short, which only toys of models have, the times say little.
+_SHORTEST_S = 2e-3
 # How many tokens ahead a step in the costs is looked past.
 _HORIZON = 8
 # A drafter that has caught up is expected to be of use for this many rounds.
@@ -236,7 +238,8 @@ class Planner:
     @property
     def costs_fit(self) -> bool:
         """Whether the remembered costs are not far too high, as if measured while the machine was busy."""
-        return self._observed(1) > _TOO_HIGH * self._remembered(1)
+        remembered = self._remembered(1)
+        return remembered < _SHORTEST_S or self._observed(1) > _TOO_HIGH * remembered
 
     def _pass(self, n: int) -> float:
         """Seconds of a pass over n tokens; this request's part of one that several share."""

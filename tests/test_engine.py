@@ -73,7 +73,7 @@ def other_draft(models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(tiny_target: Path, tiny_draft: Path) -> Iterator[Engine]:
-    with Engine(tiny_target, tiny_draft, n_ctx=512, threads=1) as engine:
+    with Engine(tiny_target, tiny_draft, gamma=4, n_ctx=512, threads=1) as engine:
         yield engine
 
 
@@ -83,7 +83,7 @@ def ending_pair(models: Path) -> Iterator[Engine]:
     vocabulary = byte_level()
     target = write_llama(models / "ending.gguf", vocabulary, biases={})
     draft = write_llama(models / "ending-draft.gguf", vocabulary, width=32, layers=1, biases={})
-    with Engine(target, draft, n_ctx=512, threads=1) as engine:
+    with Engine(target, draft, gamma=4, n_ctx=512, threads=1) as engine:
         yield engine
 
 
@@ -103,7 +103,7 @@ def test_greedy_text_is_the_same_with_a_useless_draft(
     pair: Engine, tiny_target: Path, other_draft: Path
 ) -> None:
     plain = finish(pair.generate(PROMPT, GREEDY, gamma=0))
-    with Engine(tiny_target, other_draft, n_ctx=512, threads=1) as engine:
+    with Engine(tiny_target, other_draft, gamma=4, n_ctx=512, threads=1) as engine:
         assert finish(engine.generate(PROMPT, GREEDY))[:2] == plain[:2]
 
 
@@ -153,7 +153,7 @@ def test_coupled_text_depends_on_the_seed_alone(
 ) -> None:
     plain = finish(pair.generate(PROMPT, SAMPLED, gamma=0, rule=Rule.COUPLED))
     assert finish(pair.generate(PROMPT, SAMPLED, gamma=gamma, rule=Rule.COUPLED))[:2] == plain[:2]
-    with Engine(tiny_target, other_draft, n_ctx=512, threads=1) as engine:
+    with Engine(tiny_target, other_draft, gamma=4, n_ctx=512, threads=1) as engine:
         other = finish(engine.generate(PROMPT, SAMPLED, gamma=gamma, rule=Rule.COUPLED))
     assert other[:2] == plain[:2]
 
@@ -183,7 +183,7 @@ def test_nothing_of_a_request_leaks_into_the_next(
 ) -> None:
     finish(pair.generate([0, 9, 9, 9, 8], with_params(SAMPLED, seed=5), gamma=7))
     after = finish(pair.generate(PROMPT, SAMPLED, gamma=2))
-    with Engine(tiny_target, tiny_draft, n_ctx=512, threads=1) as fresh:
+    with Engine(tiny_target, tiny_draft, gamma=4, n_ctx=512, threads=1) as fresh:
         assert finish(fresh.generate(PROMPT, SAMPLED, gamma=2))[:2] == after[:2]
     assert max(i for i, n in enumerate(after[2].accepted_histogram) if n or i <= 2) == 2
 
@@ -226,7 +226,7 @@ def test_the_statistics_agree_with_the_tokens(pair: Engine, gamma: int) -> None:
 def test_a_full_context_ends_the_text(tiny_target: Path, tiny_draft: Path) -> None:
     params = with_params(SAMPLED, max_tokens=None, logit_bias={1: -math.inf, 2: -math.inf})
     for gamma in (0, 5):
-        with Engine(tiny_target, tiny_draft, n_ctx=32, threads=1) as engine:
+        with Engine(tiny_target, tiny_draft, gamma=4, n_ctx=32, threads=1) as engine:
             ids, _, statistics = finish(engine.generate(PROMPT, params, gamma=gamma))
         # The last token needs no cell: it is written and never evaluated.
         assert len(PROMPT) + len(ids) == 33
@@ -319,7 +319,7 @@ def test_the_prompt_is_split_alike_with_and_without_a_draft(
     prompt = [0, *(3 + i % 20 for i in range(28))]
     texts, splits = [], []
     for draft in (None, tiny_draft):
-        with Engine(tiny_target, draft, n_ctx=128, n_batch=8, threads=1) as engine:
+        with Engine(tiny_target, draft, gamma=4, n_ctx=128, n_batch=8, threads=1) as engine:
             seen = passes(monkeypatch, engine)
             texts.append(finish(engine.generate(prompt, GREEDY))[:2])
             splits.append([p for p in seen if p[0] + p[1] < len(prompt)])
@@ -390,7 +390,7 @@ def continuation_logits(context: Context, ids: list[int]) -> np.ndarray:
 def test_after_rejections_both_caches_equal_a_fresh_evaluation(
     tiny_target: Path, tiny_draft: Path, gamma: int
 ) -> None:
-    with Engine(tiny_target, tiny_draft, n_ctx=512, threads=1) as engine:
+    with Engine(tiny_target, tiny_draft, gamma=4, n_ctx=512, threads=1) as engine:
         pieces = engine.generate(PROMPT, SAMPLED, gamma=gamma)
         ids = list(PROMPT)
         for _ in range(15):
@@ -470,7 +470,7 @@ def test_a_draft_of_less_context_drafts_less_and_then_nothing(
     pair: Engine, tiny_target: Path, tiny_draft: Path
 ) -> None:
     plain = finish(pair.generate(PROMPT, GREEDY, gamma=0))
-    with Engine(tiny_target, tiny_draft, n_ctx=512, draft_ctx=24, threads=1) as engine:
+    with Engine(tiny_target, tiny_draft, gamma=4, n_ctx=512, draft_ctx=24, threads=1) as engine:
         ids, text, statistics = finish(engine.generate(PROMPT, GREEDY))
         assert (ids, text) == plain[:2]
         assert 0 < statistics.sources[tiny_draft.name].drafted < 24 * 5
@@ -488,13 +488,13 @@ def test_padded_vocabularies_fit_and_padding_is_never_proposed(
     draft = write_llama(
         tmp_path / "d.gguf", padded, width=32, layers=1, biases=dict.fromkeys(range(24, 40), 8.0)
     )
-    with Engine(tiny_target, draft, n_ctx=512, threads=1) as engine:
+    with Engine(tiny_target, draft, gamma=4, n_ctx=512, threads=1) as engine:
         assert finish(engine.generate(PROMPT, GREEDY))[:2] == plain[:2]
         ids, _, statistics = finish(engine.generate(PROMPT, SAMPLED, gamma=4))
         assert max(ids) < 24
         assert statistics.accepted > 0
     target, draft_name = write_llama(tmp_path / "t.gguf", padded), tiny_draft.name
-    with Engine(target, tiny_draft, n_ctx=512, threads=1) as engine:
+    with Engine(target, tiny_draft, gamma=4, n_ctx=512, threads=1) as engine:
         both = [finish(engine.generate(PROMPT, GREEDY, gamma=gamma))[:2] for gamma in (0, 4)]
         assert both[0] == both[1]
         # An id that the draft does not have cannot be shown to it.
@@ -523,7 +523,7 @@ def test_a_draft_of_another_vocabulary_proposes_what_the_two_share(
     draft = write_llama(tmp_path / "d.gguf", vocabulary, width=32, layers=1, rows=rows)
     with (
         caplog.at_level("DEBUG", "pyspec.vocab"),
-        Engine(pair.target, draft, n_ctx=512, threads=1, parallel=2) as engine,
+        Engine(pair.target, draft, gamma=4, n_ctx=512, threads=1, parallel=2) as engine,
     ):
         drafted = finish(engine.generate(PROMPT, GREEDY, gamma=4))
     assert drafted[:2] == plain[:2]
@@ -554,13 +554,13 @@ def test_nan_logits_are_an_error_that_names_the_position(
 ) -> None:
     damaged = write_llama(tmp_path / "nan.gguf", byte_level(), nan_token=7)
     with (
-        Engine(damaged, tiny_draft, n_ctx=64, threads=1) as engine,
+        Engine(damaged, tiny_draft, gamma=4, n_ctx=64, threads=1) as engine,
         pytest.raises(LogitsError, match="target's logits for position 5 are NaN"),
     ):
         finish(engine.generate(PROMPT, SAMPLED))
     draft = write_llama(tmp_path / "d.gguf", byte_level(), width=32, layers=1, nan_token=7)
     with (
-        Engine(tiny_target, draft, n_ctx=64, threads=1) as engine,
+        Engine(tiny_target, draft, gamma=4, n_ctx=64, threads=1) as engine,
         pytest.raises(LogitsError, match="draft's logits for position 5 are NaN"),
     ):
         finish(engine.generate(PROMPT, SAMPLED))
@@ -614,7 +614,7 @@ def test_a_rule_may_be_named_and_an_unknown_one_is_refused(pair: Engine) -> None
 
 
 def test_a_closed_engine_says_so(tiny_target: Path, tiny_draft: Path) -> None:
-    engine = Engine(tiny_target, tiny_draft, n_ctx=64, threads=1)
+    engine = Engine(tiny_target, tiny_draft, gamma=4, n_ctx=64, threads=1)
     pieces = engine.generate(PROMPT, GREEDY)
     next(pieces)
     engine.close()
@@ -753,7 +753,7 @@ def test_a_hybrid_target_with_snapshots_rolls_back(
     write: Callable[..., Path], tiny_draft: Path, tmp_path: Path
 ) -> None:
     target = write(tmp_path / "t.gguf", byte_level())
-    with Engine(target, tiny_draft, n_ctx=128, threads=1) as engine:
+    with Engine(target, tiny_draft, gamma=4, n_ctx=128, threads=1) as engine:
         plain = finish(engine.generate(PROMPT, GREEDY, gamma=0))
         for gamma in (1, 4, 20):
             drafted = finish(engine.generate(PROMPT, GREEDY, gamma=gamma))
@@ -770,7 +770,7 @@ def test_a_recurrent_draft_is_refused(tiny_target: Path, tmp_path: Path) -> None
 
 def test_a_sliding_window_rolls_back_past_its_window(tiny_draft: Path, tmp_path: Path) -> None:
     target = write_gemma3(tmp_path / "t.gguf", byte_level(), window=16)
-    with Engine(target, tiny_draft, n_ctx=256, threads=1) as engine:
+    with Engine(target, tiny_draft, gamma=4, n_ctx=256, threads=1) as engine:
         params = with_params(GREEDY, max_tokens=150)
         plain = finish(engine.generate(PROMPT, params, gamma=0))
         drafted = finish(engine.generate(PROMPT, params, gamma=6))

@@ -28,13 +28,15 @@ def settings(seed: int, **changes: object) -> SamplingParams:
 
 @pytest.fixture
 def engine(tiny_target: Path, tiny_draft: Path) -> Iterator[Engine]:
-    with Engine(tiny_target, tiny_draft, n_ctx=96, n_batch=16, threads=1, parallel=3) as loaded:
+    with Engine(
+        tiny_target, tiny_draft, gamma=4, n_ctx=96, n_batch=16, threads=1, parallel=3
+    ) as loaded:
         yield loaded
 
 
 def alone(tiny_target: Path, tiny_draft: Path, *request: object, **options: object) -> list[int]:
     """The text of an engine that has seen nothing else."""
-    with Engine(tiny_target, tiny_draft, n_ctx=96, n_batch=16, threads=1) as fresh:
+    with Engine(tiny_target, tiny_draft, gamma=4, n_ctx=96, n_batch=16, threads=1) as fresh:
         pieces = fresh.generate(*request, **options)  # type: ignore[arg-type]
         return [token.id for piece in pieces for token in piece.tokens]
 
