@@ -212,7 +212,8 @@ def bit_exact_reason(
         extra_buffers: Whether the model was loaded with use_extra_bufts.
         gpu_layers: Layers on another device.
         swa_full: Whether layers with a sliding window have cells for the whole context.
-        reused: Whether cells of the prompt were evaluated for another text, in passes of other widths.
+        reused: Whether cells of the prompt were evaluated for another text, in passes of other widths, and
+            some of the model's products are left to llama.cpp in wide ones.
     """
     status = attach()
     if not status.attached:
@@ -229,7 +230,7 @@ def bit_exact_reason(
         return f"passes of {width} tokens are wider than {_exact_width}"
     if counts().unknown:
         return "llama.cpp computes a matrix product of a kind that the bridge does not know"
-    if reused and counts().wide:
+    if reused:
         return (
             "a part of the prompt was kept from an earlier request, and llama.cpp's products in passes "
             f"wider than {_exact_width} tokens depend on the width"

@@ -54,6 +54,8 @@ class _Shared:
         self.n_logits = min(n_logits, self.n_batch)
         self.threads = threads or default_threads()
         self.n_open = n_sequences
+        # Whether products of a wide pass were left to llama.cpp, whose results depend on the width.
+        self.left_wide = False
         self.pointer: Any = None
         self.batch: Any = None
         _check_memory(model, n_ctx * n_sequences)
@@ -253,7 +255,9 @@ class Context:
             reused: Whether cells of the prompt were evaluated for another text, in passes of other widths.
         """
         return bridge.bit_exact_reason(
-            width=width, extra_buffers=self.model.use_extra_bufts, reused=reused
+            width=width,
+            extra_buffers=self.model.use_extra_bufts,
+            reused=reused and self._open.left_wide,
         )
 
     def truncate(self, length: int) -> None:
@@ -375,8 +379,12 @@ def _decode(
     n_vocab = parts[0].context.model.n_vocab
 
     def decode() -> int:
+        # On the worker no other pass counts meanwhile.
+        before = bridge.counts().wide
         with bridge.shortlist(panels, n_vocab):
-            return int(llama_cpp.llama_decode(shared.pointer, batch))
+            status = int(llama_cpp.llama_decode(shared.pointer, batch))
+        shared.left_wide |= bridge.counts().wide > before
+        return status
 
     status = worker.run(decode)
     if status != 0:
