@@ -135,10 +135,10 @@ def test_two_processes_write_the_same_bytes_with_and_without_a_draft() -> None:
         subprocess.run(
             [*command, *options, "--stats", "json", prompt], capture_output=True, check=True
         )
-        for options in ([], ["--no-draft"])
+        for options in ([], ["--gamma", "4"], ["--no-draft"])
     ]
-    assert runs[0].stdout == runs[1].stdout != b""
-    drafted, plain = (json.loads(run.stderr) for run in runs)
+    assert runs[0].stdout == runs[1].stdout == runs[2].stdout != b""
+    _, drafted, plain = (json.loads(run.stderr) for run in runs)
     assert plain["drafted"] == 0
     assert drafted["accepted"] + drafted["rounds"] >= drafted["completion_tokens"]
     assert drafted["acceptance_rate"] > 0.8, "this pair agrees on code"
