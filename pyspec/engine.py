@@ -108,7 +108,6 @@ class Engine:
         self._owned: list[Model | Context | Drafter] = []
         self._slots: list[Slot] = []
         self._costs: CostCurve | None = None
-        self.draft: Model | None = None
         self.drafts: list[Model] = []
         try:
             self.target = self._load(target)
@@ -167,7 +166,6 @@ class Engine:
             slot.reader = slot.reader or draft
             return
         model = self._load(draft)
-        self.draft = self.draft or model
         self.drafts.append(model)
         shared = shared_tokens(self.target, model)
         # A draft evaluates one token at a time, and llama.cpp's snapshots do not reach past a pass.
@@ -199,6 +197,11 @@ class Engine:
         loaded = Model(model)
         self._owned.append(loaded)
         return loaded
+
+    @property
+    def draft(self) -> Model | None:
+        """The first of the draft models."""
+        return self.drafts[0] if self.drafts else None
 
     @property
     def parallel(self) -> int:

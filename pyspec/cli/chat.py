@@ -21,7 +21,7 @@ from pyspec import chat
 from pyspec.cli.answer import answer_stream, printable
 from pyspec.cli.interrupts import Interrupts, silent_keyboard
 from pyspec.cli.options import debug_option, model_options, sampling_options
-from pyspec.cli.pair import resolve_models
+from pyspec.cli.pair import ModelChoice
 from pyspec.cli.progress import prefill_progress
 from pyspec.conversation import Conversation, Turn
 from pyspec.engine import Engine, Gamma, checked_gamma
@@ -47,14 +47,7 @@ _NONE = "none"
 )
 @debug_option
 def command(
-    model: str | None,
-    draft: tuple[str, ...],
-    no_draft: bool,
-    gamma: Gamma,
-    rule: str,
-    ctx: int | None,
-    threads: int | None,
-    draft_threads: int | None,
+    models: ModelChoice,
     system: str | None,
     stats: bool,
     show_drafts: bool,
@@ -65,20 +58,11 @@ def command(
     On a terminal /help lists the commands. Elsewhere each line of standard input is a message or a
     command; the answers, and nothing else, go to standard output, and the exit status is 1 if a line failed.
     """
-    if draft and no_draft:
-        raise UsageError("--draft and --no-draft exclude each other")
-    settings = _Settings(SamplingParams(**sampling), gamma, rule, stats, show_drafts)
-    target_path, drafts = resolve_models(model, draft, no_draft=no_draft)
+    settings = _Settings(SamplingParams(**sampling), models.gamma, models.rule, stats, show_drafts)
+    target_path, drafts = models.resolve()
     console = Console(stderr=True)
     with silent_keyboard(), console.status(f"loading {target_path.name}"):
-        engine = Engine(
-            target_path,
-            drafts,
-            gamma=gamma,
-            n_ctx=ctx,
-            threads=threads,
-            draft_threads=draft_threads,
-        )
+        engine = models.engine(target_path, drafts)
     with engine:
         # So that a model that cannot chat says so before the first message.
         chat.render(engine.target, [{"role": "user", "content": "?"}])

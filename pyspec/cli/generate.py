@@ -17,13 +17,12 @@ from pyspec import bridge, chat
 from pyspec.cli.answer import coloured, has_colours
 from pyspec.cli.grammar_files import grammar_options, read_grammar
 from pyspec.cli.options import debug_option, model_options, sampling_options
-from pyspec.cli.pair import resolve_models
+from pyspec.cli.pair import ModelChoice
 from pyspec.cli.progress import prefill_progress
-from pyspec.engine import Engine, Gamma
 from pyspec.errors import UsageError
 from pyspec.metrics import Statistics
 from pyspec.output import Piece
-from pyspec.sampling import Rule, SamplingParams
+from pyspec.sampling import SamplingParams
 
 
 class _StatsCommand(click.Command):
@@ -69,14 +68,7 @@ class _StatsCommand(click.Command):
 def command(
     prompt: str | None,
     file: Path | None,
-    model: str | None,
-    draft: tuple[str, ...],
-    no_draft: bool,
-    gamma: Gamma,
-    rule: str,
-    ctx: int | None,
-    threads: int | None,
-    draft_threads: int | None,
+    models: ModelChoice,
     system: str | None,
     raw: bool,
     stats: str | None,
@@ -91,23 +83,14 @@ def command(
     """
     if stats not in (None, *_STATS):
         raise UsageError(f"--stats takes json or nothing, not {stats}")
-    if draft and no_draft:
-        raise UsageError("--draft and --no-draft exclude each other")
     if system is not None and raw:
         raise UsageError("--system needs the chat template, which --raw turns off")
     params = SamplingParams(**sampling, grammar=read_grammar(json_schema, grammar))
     text = _read_prompt(prompt, file)
-    target_path, drafts = resolve_models(model, draft, no_draft=no_draft)
+    target_path, drafts = models.resolve()
     console = Console(stderr=True)
     with console.status(f"loading {target_path.name}"):
-        engine = Engine(
-            target_path,
-            drafts,
-            gamma=gamma,
-            n_ctx=ctx,
-            threads=threads,
-            draft_threads=draft_threads,
-        )
+        engine = models.engine(target_path, drafts)
     if notice := bridge.notice():
         click.echo(f"pyspec: {notice}", err=True)
     with engine:
@@ -116,7 +99,7 @@ def command(
             messages.insert(0, {"role": "system", "content": system})
         ids = text if raw else chat.prompt_ids(engine.target, messages)
         with prefill_progress(console) as on_prefill:
-            pieces = engine.generate(ids, params, rule=Rule(rule), on_prefill=on_prefill)
+            pieces = engine.generate(ids, params, rule=models.rule, on_prefill=on_prefill)
             first = next(pieces)
         statistics = _stream(chain([first], pieces), show_drafts)
     if stats:

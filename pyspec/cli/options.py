@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 import click
 
 from pyspec.cli.models import complete_model
+from pyspec.cli.pair import ModelChoice
 from pyspec.engine import AUTO, DEFAULT_CONTEXT, Gamma
 from pyspec.sampling import Rule, SamplingParams
 
@@ -109,7 +112,15 @@ def _models(function: _Command, *, several_drafts: bool) -> _Command:
 
 
 def model_options(function: _Command) -> _Command:
-    """Which models and what they may use, and whether and how far to draft."""
+    """Which models and what they may use, and whether and how far to draft: a ModelChoice, as `models`."""
+
+    @functools.wraps(function)
+    def with_choice(**values: Any) -> Any:
+        choice = ModelChoice(
+            **{field.name: values.pop(field.name) for field in fields(ModelChoice)}
+        )
+        return function(models=choice, **values)
+
     drafting = [
         click.option("--no-draft", is_flag=True, help="Decode with the target alone."),
         click.option(
@@ -121,7 +132,7 @@ def model_options(function: _Command) -> _Command:
             "what has been accepted.",
         ),
     ]
-    return _models(_decorated(function, drafting), several_drafts=True)
+    return _models(cast(_Command, _decorated(with_choice, drafting)), several_drafts=True)
 
 
 def sampling_options(function: _Command) -> _Command:

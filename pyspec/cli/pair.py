@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -10,9 +11,47 @@ import click
 from pyspec.catalogue import format_size, load_catalogue, models_folder, resolve
 from pyspec.cli.progress import transfer_progress
 from pyspec.download import is_offline
+from pyspec.engine import NGRAM, Engine, Gamma
+from pyspec.errors import UsageError
 from pyspec.squeeze import preferred_draft
 
-NGRAM = "ngram"
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which models the user named and how they are to be used: the values of `options.model_options`.
+
+    Raises:
+        UsageError: Drafts are both named and not wanted.
+    """
+
+    model: str | None
+    draft: tuple[str, ...]
+    no_draft: bool
+    gamma: Gamma
+    rule: str
+    ctx: int | None
+    threads: int | None
+    draft_threads: int | None
+
+    def __post_init__(self) -> None:
+        if self.draft and self.no_draft:
+            raise UsageError("--draft and --no-draft exclude each other")
+
+    def resolve(self) -> tuple[Path, list[Path | str]]:
+        """Find the target's file, and what to draft with, as `resolve_models` does."""
+        return resolve_models(self.model, self.draft, no_draft=self.no_draft)
+
+    def engine(self, target: Path, drafts: Sequence[Path | str], *, parallel: int = 1) -> Engine:
+        """Load what was found."""
+        return Engine(
+            target,
+            drafts,
+            gamma=self.gamma,
+            n_ctx=self.ctx,
+            threads=self.threads,
+            draft_threads=self.draft_threads,
+            parallel=parallel,
+        )
 
 
 def resolve_models(

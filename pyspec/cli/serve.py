@@ -14,8 +14,8 @@ from rich.console import Console
 from pyspec import bridge
 from pyspec.catalogue import format_size, load_catalogue
 from pyspec.cli.options import debug_option, model_options
-from pyspec.cli.pair import resolve_models
-from pyspec.engine import Engine, Gamma
+from pyspec.cli.pair import ModelChoice
+from pyspec.engine import Engine
 from pyspec.errors import PyspecError, UsageError
 from pyspec.sampling import Rule
 
@@ -114,14 +114,7 @@ _WHOLE = click.IntRange(1)
 @click.option("--log-prompts", is_flag=True, help="Write requests with their text to the log.")
 @debug_option
 def command(
-    model: str | None,
-    draft: tuple[str, ...],
-    no_draft: bool,
-    gamma: Gamma,
-    rule: str,
-    ctx: int | None,
-    threads: int | None,
-    draft_threads: int | None,
+    models: ModelChoice,
     host: str,
     port: int,
     parallel: int,
@@ -153,18 +146,16 @@ def command(
         raise PyspecError(
             f'{error.name} is not installed, which the service needs: pip install "pyspec[serve]"'
         ) from error
-    if draft and no_draft:
-        raise UsageError("--draft and --no-draft exclude each other")
     keys = [*api_keys, *_read_keys(api_key_file)]
     if any(not key.isascii() or not key.isprintable() or " " in key or not key for key in keys):
         raise UsageError("an API key is made of printable ASCII characters other than spaces")
     with listen(host, port) as listener:
-        target_path, drafts = resolve_models(model, draft, no_draft=no_draft)
+        target_path, drafts = models.resolve()
         local = is_loopback(host)
         names = {"localhost", "127.0.0.1", "::1", host.lower(), *map(str.lower, hosts)}
         settings = Settings(
-            model=alias or _known_name(model) or target_path.stem,
-            rule=Rule(rule),
+            model=alias or _known_name(models.model) or target_path.stem,
+            rule=Rule(models.rule),
             api_keys=tuple(keys),
             # From elsewhere a service has names that it cannot know.
             hosts=frozenset(names) if local or hosts else None,
@@ -178,15 +169,7 @@ def command(
             log_prompts=log_prompts,
         )
         with Console(stderr=True).status(f"loading {target_path.name}"):
-            engine = Engine(
-                target_path,
-                drafts,
-                gamma=gamma,
-                n_ctx=ctx,
-                threads=threads,
-                draft_threads=draft_threads,
-                parallel=parallel,
-            )
+            engine = models.engine(target_path, drafts, parallel=parallel)
         logger = logging.getLogger("pyspec.server")
         logger.setLevel(min(logging.INFO, logging.getLogger().level))
         if not local and not keys:

@@ -15,10 +15,9 @@ import click
 
 from pyspec import llama
 from pyspec.cli.options import debug_option, model_options
-from pyspec.cli.pair import resolve_pair
+from pyspec.cli.pair import ModelChoice, resolve_pair
 from pyspec.cli.progress import step_bars
 from pyspec.cli.prompt_files import prompts_option, read_prompts
-from pyspec.engine import Gamma
 from pyspec.errors import UsageError
 from pyspec.llama import Model
 from pyspec.sampling import Rule
@@ -48,14 +47,7 @@ _HEADER = ("check", "what", "result", "detail")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all figures.")
 @debug_option
 def command(
-    model: str | None,
-    draft: tuple[str, ...],
-    no_draft: bool,
-    gamma: Gamma,
-    rule: str,
-    ctx: int | None,
-    threads: int | None,
-    draft_threads: int | None,
+    models: ModelChoice,
     quick: bool,
     prompts: Sequence[Path],
     seed: int,
@@ -67,12 +59,10 @@ def command(
     coupled texts are the same with any draft; drawn tokens have the target's distribution, by a test
     that catches samplers which are known to be broken. Exit status 1 if any fails.
     """
-    if draft and no_draft:
-        raise UsageError("--draft and --no-draft exclude each other")
     texts = read_prompts(prompts)
-    if len(draft) > 1:
+    if len(models.draft) > 1:
         raise UsageError("drafts are checked one at a time: name one with --draft")
-    paths = resolve_pair(model, next(iter(draft), None), no_draft=no_draft)
+    paths = resolve_pair(models.model, next(iter(models.draft), None), no_draft=models.no_draft)
     start = time.perf_counter()
     with ExitStack() as stack:
         target_model, draft_model = (
@@ -84,11 +74,11 @@ def command(
             draft=draft_model,
             effort=QUICK if quick else THOROUGH,
             prompts=texts,
-            gamma=gamma,
-            rule=Rule(rule),
-            n_ctx=ctx,
-            threads=threads,
-            draft_threads=draft_threads,
+            gamma=models.gamma,
+            rule=Rule(models.rule),
+            n_ctx=models.ctx,
+            threads=models.threads,
+            draft_threads=models.draft_threads,
             seed=seed,
             progress=stack.enter_context(step_bars()),
         )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from pyspec.cli import cli
 from pyspec.errors import UsageError
+from tests.cli.terminal import on_a_terminal
 
 PNG = b"\x89PNG\r\n\x1a\n"  # how every file of that format begins
 
@@ -120,23 +120,9 @@ def test_an_interrupt_ends_it_without_a_traceback(pair: list[str]) -> None:
 
 
 def test_bars_and_tables_on_a_terminal(pair: list[str]) -> None:
-    outer, inner = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pyspec", "tune", *pair],
-        stdout=inner,
-        stderr=inner,
-        env={**os.environ, "COLUMNS": "120", "TERM": "xterm"},
-    )
-    os.close(inner)
-    shown = b""
-    try:
-        while chunk := os.read(outer, 4096):
-            shown += chunk
-    except OSError:  # what Linux says when the other side is closed
-        pass
-    os.close(outer)
-    assert process.wait() == 0
-    bars, _, tables = shown.decode().partition("What passes cost")
+    shown, status = on_a_terminal("tune", *pair)
+    assert status == 0
+    bars, _, tables = shown.partition("What passes cost")
     assert "costs" in bars
     assert "texts" in bars
     assert "What draft lengths bring" in tables

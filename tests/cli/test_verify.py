@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pyspec.cli import verify as command
 from pyspec.errors import UsageError
 from pyspec.llama import Context, Logits
 from pyspec.sampling import Probabilities, Sampler, Verdict
+from tests.cli.terminal import on_a_terminal
 
 
 @pytest.fixture(autouse=True)
@@ -92,28 +92,8 @@ def test_prompts_of_the_user(pair: list[str], tmp_path: Path) -> None:
     assert texts == {4}
 
 
-def on_a_terminal(*arguments: str) -> tuple[str, int]:
-    """Everything shown on a terminal, and the exit status."""
-    outer, inner = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pyspec", "verify", *arguments],
-        stdout=inner,
-        stderr=inner,
-        env={**os.environ, "COLUMNS": "120", "TERM": "xterm"},
-    )
-    os.close(inner)
-    shown = b""
-    try:
-        while chunk := os.read(outer, 4096):
-            shown += chunk
-    except OSError:  # what Linux says when the other side is closed
-        pass
-    os.close(outer)
-    return shown.decode(), process.wait()
-
-
 def test_a_table_on_a_terminal(pair: list[str]) -> None:
-    shown, status = on_a_terminal(*pair[:2], "--no-draft", *pair[4:])
+    shown, status = on_a_terminal("verify", *pair[:2], "--no-draft", *pair[4:])
     assert status == 0
     assert "bits of the target" in shown, "the progress bar"
     table = shown[shown.rindex("detail") :]

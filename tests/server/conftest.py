@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import openai
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from pyspec.engine import Engine
 from pyspec.llama import Model
 from tests.models import all_bytes, write_llama
+from tests.server.fakes import FakeEngine
 from tests.server.service import serving
 
 # Says what tools there are, and shows calls and their results, as Qwen's template does.
@@ -62,3 +64,13 @@ def tools_target(models: Path) -> Path:
 @pytest.fixture(scope="session")
 def tools_model(tools_target: Path) -> Model:
     return Model(tools_target)
+
+
+@pytest.fixture
+def fake_url(fake: FakeEngine) -> Iterator[str]:
+    """A service over the test file's own fake engine, of which no round is held back at the end."""
+    with serving(cast(Engine, fake)) as url:
+        yield url
+        rounds, fake.rounds = fake.rounds, None
+        if rounds is not None:
+            rounds.release(10_000)

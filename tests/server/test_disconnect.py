@@ -28,15 +28,6 @@ def fake(chat_target: Path) -> Iterator[FakeEngine]:
     engine.target.close()
 
 
-@pytest.fixture
-def fake_url(fake: FakeEngine) -> Iterator[str]:
-    with serving(cast(Engine, fake)) as url:
-        yield url
-        rounds, fake.rounds = fake.rounds, None
-        if rounds is not None:
-            rounds.release(10_000)
-
-
 def post(url: str, **fields: object) -> socket.socket:
     """Send a request, and leave the response to be read."""
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()

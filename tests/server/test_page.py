@@ -73,15 +73,6 @@ def fake(chat_target: Path) -> Iterator[FakeEngine]:
     engine.target.close()
 
 
-@pytest.fixture
-def fake_url(fake: FakeEngine) -> Iterator[str]:
-    with serving(cast(Engine, fake)) as url:
-        yield url
-        rounds, fake.rounds = fake.rounds, None
-        if rounds is not None:
-            rounds.release(10_000)
-
-
 def say(page: Page, text: str) -> None:
     page.fill("#text", text)
     page.keyboard.press("Enter")
