@@ -120,11 +120,10 @@ INLINE int group_bytes(enum quants quants)
     }
 }
 
-/* Asks for half of the lines that follow `size` bytes of weights at a distance, as in kernels_avx512.c; with one or two
- * tokens the CPU's own prefetcher does better. */
-INLINE void fetch_ahead(const int n, const uint8_t *from, const int size, const int half)
+/* Asks for half of the lines of `size` bytes of weights at a distance, as in kernels_avx512.c. */
+INLINE void fetch_ahead(const uint8_t *from, const int size, const int half)
 {
-    UNROLL for (int line = 0; n > 2 && line < size; line += 128)
+    UNROLL for (int line = 0; line < size; line += 128)
     {
         _mm_prefetch((const char *)from + AHEAD + line + 64 * half, _MM_HINT_T0);
     }
@@ -165,7 +164,8 @@ INLINE void dots(enum quants quants, const int n, const uint8_t *at, const uint8
 INLINE void multiply_32(enum quants quants, enum scales scales, const int n, const uint8_t *head,
                         const uint8_t *body, const uint8_t *record, int64_t n_blocks, float *out, size_t stride)
 {
-    const int has_min = scales == SCALE_MIN;
+    const int has_min = scales == SCALE_MIN, step = group_bytes(quants) + (has_min ? 64 : 32);
+    const uint8_t *ahead = head;
     floats results[2][MATMUL_TOKENS];
     ROLL for (int half = 0; half < 2; half++)
     {
@@ -185,7 +185,7 @@ INLINE void multiply_32(enum quants quants, enum scales scales, const int n, con
             {
                 sums[t] = has_min || is_signed(quants) ? _mm256_setzero_si256() : token_word(totals, t);
             }
-            fetch_ahead(n, body, group_bytes(quants) + (has_min ? 64 : 0), half);
+            fetch_ahead(ahead, step, half);
             dots(quants, n, at, record, 0, 8, _mm256_set1_epi16(1), sums);
             UNROLL for (int t = 0; t < n; t++)
             {
@@ -196,6 +196,7 @@ INLINE void multiply_32(enum quants quants, enum scales scales, const int n, con
                 results[half][t] = _mm256_fmadd_ps(value, token_float(x_scales, t), results[half][t]);
             }
         }
+        ahead += step;
         head += has_min ? 0 : 32;
         body += group_bytes(quants) + (has_min ? 64 : 0);
         record += 10 * 4 * n;
@@ -297,6 +298,8 @@ INLINE void multiply_256(enum quants quants, enum scales scales, const int n, co
     const int n_sub = in_body || scales == SCALES_6_LONG ? 8 : 16, vectors = 64 / n_sub;
     const int head_bytes = in_body ? 0 : scales == SCALES_4_MINS || scales == SCALES_6_LONG ? 64 : 32;
     const int n_sums = has_min ? n_sub / 2 : n_sub;
+    const int block_bytes = head_bytes + scales_bytes(scales) + 8 * group_bytes(quants);
+    const uint8_t *block = head; /* counted from the panel's start, as kernels_avx512.c says */
     floats results[2][MATMUL_TOKENS];
     ROLL for (int half = 0; half < 2; half++)
     {
@@ -310,7 +313,9 @@ INLINE void multiply_256(enum quants quants, enum scales scales, const int n, co
         ROLL for (int half = 0; half < 2; half++)
         {
             ints scale[16], mins[8];
-            fetch_ahead(n, body, scales_bytes(scales), half);
+            const uint8_t *ahead = block;
+            fetch_ahead(ahead, head_bytes + scales_bytes(scales), half);
+            ahead += head_bytes + scales_bytes(scales);
             unpack_scales(scales, head, body, half, scale, mins);
             const floats weight_scale = load_halves((in_body ? body : head) + 16 * half);
             ints products[MATMUL_TOKENS];
@@ -322,7 +327,8 @@ INLINE void multiply_256(enum quants quants, enum scales scales, const int n, co
             /* A turn is 32 k: one sub-block, or two. */
             ROLL for (int turn = 0; turn < 8; turn++)
             {
-                fetch_ahead(n, at, group_bytes(quants), half);
+                fetch_ahead(ahead, group_bytes(quants), half);
+                ahead += group_bytes(quants);
                 UNROLL for (int sub = 0; sub < 8 / vectors; sub++)
                 {
                     const int j = turn * (8 / vectors) + sub;
@@ -358,8 +364,9 @@ INLINE void multiply_256(enum quants quants, enum scales scales, const int n, co
                 results[half][t] = result;
             }
         }
+        block += block_bytes;
         head += head_bytes;
-        body += scales_bytes(scales) + 8 * group_bytes(quants);
+        body += block_bytes - head_bytes;
         record += (64 + n_sums + 1) * 4 * n;
     }
     ROLL for (int half = 0; half < 2; half++)
