@@ -49,11 +49,18 @@ static int32_t cpu_kernels(int32_t most)
 
 int32_t cspec_kernels(void)
 {
-    static const char *const names[] = {"off", "c", "avx2", "avx512"};
+    static const struct {
+        const char *name;
+        int32_t kernels;
+    } choices[] = {
+        {"off", CSPEC_KERNELS_OFF},      {"c", CSPEC_KERNELS_C},           {"avx2", CSPEC_KERNELS_AVX2},
+        {"avxvnni", CSPEC_KERNELS_AVX2}, {"avx512", CSPEC_KERNELS_AVX512},
+    };
     const char *wanted = getenv("PYSPEC_KERNELS");
-    for (int32_t i = 0; wanted != NULL && i < (int32_t)(sizeof names / sizeof *names); i++) {
-        if (strcmp(wanted, names[i]) == 0) {
-            return i <= CSPEC_KERNELS_C || cpu_kernels(i) == i ? i : CSPEC_KERNELS_OFF;
+    for (size_t i = 0; wanted != NULL && i < sizeof choices / sizeof *choices; i++) {
+        if (strcmp(wanted, choices[i].name) == 0) {
+            const int32_t kernels = choices[i].kernels;
+            return kernels <= CSPEC_KERNELS_C || cpu_kernels(kernels) == kernels ? kernels : CSPEC_KERNELS_OFF;
         }
     }
     return cpu_kernels(CSPEC_KERNELS_AVX512);

@@ -181,7 +181,7 @@ enum {
     CSPEC_KERNELS_OFF = 0,
     CSPEC_KERNELS_C = 1,
     CSPEC_KERNELS_AVX2 = 2,
-    CSPEC_KERNELS_AVX512 = 3,
+    CSPEC_KERNELS_AVX512 = 4, /* numbered as CSPEC_MATMUL_* */
 };
 
 /* out = softmax(scale Q K' + slope mask) V, for grouped heads: head h takes K and V of its group's. Strides are in
@@ -204,7 +204,8 @@ typedef struct {
     float soft_cap;           /* c: scores are c tanh(score / c); 0: none */
 } cspec_attention;
 
-/* What the CPU has, or PYSPEC_KERNELS says (avx512, avx2, c or off; what the CPU lacks counts as off). */
+/* What the CPU has, or PYSPEC_KERNELS says (avx512, avx2, c or off; what the CPU lacks counts as off; avxvnni has
+ * something for products only, and counts as avx2). */
 int32_t cspec_kernels(void);
 
 /* Whether sizes are as above and the kernels exist. */
@@ -301,7 +302,8 @@ enum {
     CSPEC_MATMUL_OFF = 0,
     CSPEC_MATMUL_C = 1,
     CSPEC_MATMUL_AVX2 = 2,
-    CSPEC_MATMUL_AVX512 = 3, /* with VNNI */
+    CSPEC_MATMUL_AVXVNNI = 3,
+    CSPEC_MATMUL_AVX512 = 4, /* with VNNI */
 };
 
 /* Whether this CPU has an instruction set. */

@@ -98,15 +98,26 @@ size_t matmul_token_size(const struct matmul_type *type, int64_t n_blocks);
 void matmul_quantise(const struct matmul_type *type, int64_t n_blocks, const struct matmul_tokens *x,
                      int64_t n_tokens, void *activations, int64_t first, int64_t last);
 
+/* AVX-VNNI's instruction, where the compiler knows it. CSPEC_EVEX: the same in AVX-512's encoding, for tests on CPUs that
+ * have only that. */
+#if defined(__x86_64__) && defined(CSPEC_EVEX)
+#define MATMUL_AVXVNNI_TARGET "avx512vl,avx512vnni"
+#define MATMUL_AVXVNNI_DOT _mm256_dpbusd_epi32
+#elif defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define MATMUL_AVXVNNI_TARGET "avxvnni"
+#define MATMUL_AVXVNNI_DOT _mm256_dpbusd_avx_epi32
+#endif
+
 /* ---- kernels ------------------------------------------------------------------------------------- */
 
 /* A panel times a tile, into out [tokens][stride], 16 floats of each row. */
 typedef void matmul_kernel(const uint8_t *panel, const uint8_t *records, int64_t n_blocks, float *out, size_t stride);
 
-enum { MATMUL_OFF, MATMUL_C, MATMUL_AVX2, MATMUL_AVX512, MATMUL_LEVELS };
+enum { MATMUL_OFF, MATMUL_C, MATMUL_AVX2, MATMUL_AVXVNNI, MATMUL_AVX512, MATMUL_LEVELS };
 
 /* A kernel for n_tokens, or null where the instruction set has none for the type. */
 matmul_kernel *matmul_avx2_kernel(const struct matmul_type *type, int32_t n_tokens);
+matmul_kernel *matmul_avxvnni_kernel(const struct matmul_type *type, int32_t n_tokens);
 matmul_kernel *matmul_avx512_kernel(const struct matmul_type *type, int32_t n_tokens);
 
 /* The meaning of all of them. */

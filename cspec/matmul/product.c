@@ -16,8 +16,18 @@ bool matmul_has(int32_t level)
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
     }
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#ifdef CSPEC_EVEX
+    if (level == MATMUL_AVXVNNI) {
+        return avx2 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    }
+#elif defined(MATMUL_AVXVNNI_TARGET)
+    if (level == MATMUL_AVXVNNI) {
+        return avx2 && __builtin_cpu_supports("avxvnni");
+    }
+#endif
     if (level == MATMUL_AVX2) {
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        return avx2;
     }
 #endif
     return level == MATMUL_C;
@@ -25,9 +35,16 @@ bool matmul_has(int32_t level)
 
 static matmul_kernel *find_kernel(int32_t level, const struct matmul_type *type, int32_t n_tokens)
 {
-    return level == MATMUL_AVX512 ? matmul_avx512_kernel(type, n_tokens)
-           : level == MATMUL_AVX2 ? matmul_avx2_kernel(type, n_tokens)
-                                  : NULL;
+    switch (level) {
+    case MATMUL_AVX512:
+        return matmul_avx512_kernel(type, n_tokens);
+    case MATMUL_AVXVNNI:
+        return matmul_avxvnni_kernel(type, n_tokens);
+    case MATMUL_AVX2:
+        return matmul_avx2_kernel(type, n_tokens);
+    default:
+        return NULL;
+    }
 }
 
 int64_t matmul_product_panels(const struct matmul_product *product)

@@ -43,6 +43,7 @@ WATCHED = {
     "sanitize_kernels.c": [
         *sorted((ROOT / "cspec").glob("matmul/*.c")),
         *sorted((ROOT / "cspec").glob("attention*.c")),
+        "-DCSPEC_EVEX",
         "-O0",  # gcc takes many minutes to optimise what it has instrumented in attention_c.c
         "-lm",
     ],
@@ -79,6 +80,55 @@ def cpu_flags():
     except OSError:
         return set()
     return set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+
+
+@needs_cc
+@pytest.mark.skipif(
+    not {"avx512vl", "avx512_vnni"} <= cpu_flags(), reason="no CPU to run AVX-VNNI's operations on"
+)
+def test_avx_vnni_gives_the_bits_of_plain_c(tmp_path):
+    """AVX-VNNI's instruction in the encoding that CPUs with AVX-512 know: all else is the same source."""
+    library = tmp_path / "matmul.so"
+    sources = sorted((ROOT / "cspec").glob("matmul/*.c"))
+    compile_c("cc", "-O1", "-DCSPEC_EVEX", "-shared", "-fPIC", *sources, "-lm", "-o", library)
+    ffi = FFI()
+    ffi.cdef(BUILD["DECLARATIONS"])
+    lib = ffi.dlopen(str(library))
+    assert lib.cspec_matmul_has(lib.CSPEC_MATMUL_AVXVNNI)
+    rng = np.random.default_rng(0)
+    n_rows, n_k, compared = 40, 512, 0
+    for kind in range(64):
+        size = lib.cspec_matmul_packed_size(kind, n_rows, n_k)
+        if size == 0:
+            continue
+        for n_tokens in range(1, 10):
+            # Bytes above 63 would make scales that are not numbers.
+            packed = ffi.from_buffer(rng.integers(64, size=size, dtype=np.uint8))
+            x = rng.standard_normal((n_tokens, n_k)).astype(np.float32)
+            scratch = ffi.new("char[]", lib.cspec_matmul_activations_size(kind, n_k, n_tokens))
+            results = []
+            for instructions in (lib.CSPEC_MATMUL_C, lib.CSPEC_MATMUL_AVXVNNI):
+                out = np.empty((n_tokens, n_rows), np.float32)
+                lib.cspec_matmul(
+                    instructions,
+                    kind,
+                    n_rows,
+                    n_k,
+                    n_tokens,
+                    packed,
+                    ffi.from_buffer("float[]", x),
+                    scratch,
+                    ffi.from_buffer("float[]", out),
+                    ffi.NULL,
+                    0,
+                    2,
+                )
+                assert np.isfinite(out).all()
+                assert out.any()
+                results.append(out.tobytes())
+            assert results[0] == results[1], (kind, n_tokens)
+            compared += 1
+    assert compared == 14 * 9  # the types that docs/kernels.md lists
 
 
 def results_of(library):

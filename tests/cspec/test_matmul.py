@@ -49,7 +49,12 @@ WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64]
 PLAIN = lib.CSPEC_MATMUL_C
 INSTRUCTIONS = [
     level
-    for level in (PLAIN, lib.CSPEC_MATMUL_AVX2, lib.CSPEC_MATMUL_AVX512)
+    for level in (
+        PLAIN,
+        lib.CSPEC_MATMUL_AVX2,
+        lib.CSPEC_MATMUL_AVXVNNI,
+        lib.CSPEC_MATMUL_AVX512,
+    )
     if lib.cspec_matmul_has(level)
 ]
 BEST = INSTRUCTIONS[-1]
