@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pyspec import bridge
+from pyspec import _cspec, bridge
 from pyspec.catalogue import cache_folder
 from pyspec.llama import Context, Model, system_info, version
 
@@ -120,6 +121,7 @@ def _key(context: Context) -> str:
         context.n_logits > 1,
         None if context.panels is None else len(context.panels),
         bridge.attach_kernels().instructions,
+        hashlib.sha256(Path(inspect.getfile(_cspec)).read_bytes()).hexdigest(),
         version(),
         system_info(),
         _cpu(),
