@@ -23,11 +23,21 @@ from pyspec.costs import CostCurve
 
 # Where the drafter's confidence in a token falls into classes, each with an acceptance rate of its own.
 _EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 0.995)
+_CENTRES = [(a + b) / 2 for a, b in pairwise((0.0, *_EDGES, 1.0))]
+# Before anything is observed: the part of its confidence that a drawn token is believed, since confidence and
+# acceptance are nearly the same in texts of the default pair; and the acceptance of one not yet drawn.
+_BELIEVED = 0.97
+_PRIOR = 0.7
+# A round begins with a hope of the acceptance that is this many standard errors over what is expected: what a
+# drafter is worth is learnt only while it drafts.
+_HOPE = 1.0
 # How many observations the prior counts as, and how fast old ones fade.
 _PRIOR_WEIGHT = 4.0
-_FADING = 0.98
-# Of the rate's recent past: the last five rounds or so count.
-_RATE_FADING = 0.8
+_FADING = 0.99
+# Of the past of the rate about twenty rounds count, over a prior of some rounds of plain decoding: after a
+# few lucky tokens it would be overrated, and drafting given up as too dear.
+_RATE_FADING = 0.95
+_RATE_PRIOR = 5.0
 # A drafter that did not pay is tried again after 2, 4, 8, ... rounds, at most this many.
 _LONGEST_REST = 64
 _FIRST_REST = 2
@@ -47,15 +57,19 @@ _ROUNDS_OF_A_CATCH_UP = 16
 
 @dataclass
 class _Rate:
-    """An acceptance rate: observations that fade, over a prior."""
+    """An acceptance rate: observations that fade, over a prior that may yet change."""
 
-    prior: float
     accepted: float = 0.0
     total: float = 0.0
 
-    @property
-    def mean(self) -> float:
-        return (self.accepted + _PRIOR_WEIGHT * self.prior) / (self.total + _PRIOR_WEIGHT)
+    def mean(self, prior: float) -> float:
+        """What is expected, where `prior` would be with nothing observed."""
+        return (self.accepted + _PRIOR_WEIGHT * prior) / (self.total + _PRIOR_WEIGHT)
+
+    def hoped(self, prior: float) -> float:
+        """The mean, and what it may well be too low by."""
+        mean = self.mean(prior)
+        return mean + _HOPE * math.sqrt(mean * (1 - mean) / (self.total + _PRIOR_WEIGHT + 1))
 
     def add(self, accepted: bool) -> None:
         self.accepted = _FADING * self.accepted + accepted
@@ -64,12 +78,6 @@ class _Rate:
 
 def _class_of(confidence: float) -> int:
     return sum(confidence >= edge for edge in _EDGES)
-
-
-def _class_priors(low: float, high: float) -> list[_Rate]:
-    """Rates that rise with the confidence, before anything was observed."""
-    edges = (0.0, *_EDGES, 1.0)
-    return [_Rate(low + (high - low) * (a + b) / 2) for a, b in pairwise(edges)]
 
 
 class Acceptance:
@@ -81,26 +89,27 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self._drawn = _class_priors(0.1, 0.97)
-        self._next = _class_priors(0.35, 0.85)
-        self._first = {True: _Rate(0.7), False: _Rate(0.6)}
+        self._drawn = [_Rate() for _ in _CENTRES]
+        self._next = [_Rate() for _ in _CENTRES]
+        self._first = {True: _Rate(), False: _Rate()}
         self._all_accepted = True
-        self._overall = _Rate(0.65)
+        self._overall = _Rate()
 
     def drawn(self, confidence: float) -> float:
         """P(a drawn token is accepted | those before it are)."""
-        return self._drawn[_class_of(confidence)].mean
+        index = _class_of(confidence)
+        return self._drawn[index].mean(_BELIEVED * _CENTRES[index])
 
     def following(self, confidence: float | None) -> float:
         """P(the token after one of this confidence is accepted | those before it are); None: the first."""
         if confidence is None:
-            return self._first[self._all_accepted].mean
-        return self._next[_class_of(confidence)].mean
+            return self._first[self._all_accepted].hoped(self.overall)
+        return self._next[_class_of(confidence)].mean(self.overall)
 
     @property
     def overall(self) -> float:
         """P(a token is accepted | those before it are)."""
-        return self._overall.mean
+        return self._overall.mean(_PRIOR)
 
     def record(self, confidence: Sequence[float], accepted: int) -> None:
         """Take in what became of a proposal of which `accepted` tokens stood."""
@@ -226,9 +235,9 @@ class Planner:
 
     @property
     def rate(self) -> float:
-        """lambda: tokens a second lately, and no less than plain decoding is known to give."""
-        plain = 1 / self._pass(1)
-        return max(plain, self._tokens / self._seconds) if self._seconds else plain
+        """lambda: tokens a second of late, and no less than plain decoding is known to give."""
+        one = self._pass(1)
+        return max(1 / one, (self._tokens + _RATE_PRIOR) / (self._seconds + _RATE_PRIOR * one))
 
     @property
     def predicted_rate(self) -> float | None:

@@ -144,6 +144,18 @@ def test_a_drafter_that_has_become_good_is_found_again() -> None:
     assert process.planned(n=1000) > 1.5 * process.plain()
 
 
+def test_a_lucky_round_does_not_make_drafting_seem_too_dear() -> None:
+    """Costs of the default pair where memory is fast: drafting pays from an acceptance of 0.55."""
+    costs = CostCurve((1, 2, 3, 4, 5, 6), (0.021, 0.0237, 0.026, 0.0289, 0.0324, 0.0375))
+    planner = Planner(costs, [line(0.009, 0.001)])
+    for confidence, accepted in (([0.47], 0), ([1.0, 1.0, 0.81, 0.95], 4)):
+        plan = planner.plan([Candidate(MOST)])
+        n = len(confidence)
+        planner.record(plan, confidence, accepted, draft_s=0.009 * n, verify_s=costs(n + 1))
+        assert plan.source == 0
+    assert planner.plan([Candidate(MOST, backlog=2)]).source == 0
+
+
 def run(
     planner: Planner, costs: CostCurve, sources: list[tuple[float, float]], n: int
 ) -> list[int]:
