@@ -1,7 +1,7 @@
 """llama-server, built from the source that comes with the llama-cpp-python in use, and asked for texts.
 
-It is the peer of bench.decode: the same llama.cpp that pyspec runs on, with its own kernels and its own
-speculative decoding.
+It is the peer of bench.decode and bench.serve: the same llama.cpp that pyspec runs on, with its own kernels
+and its own speculative decoding.
 """
 
 from __future__ import annotations
@@ -95,51 +95,28 @@ def _note(text: str) -> None:
 # ---- running -----------------------------------------------------------------------------------------
 
 
-class LlamaServer:
-    """A running llama-server of one slot.
+class ServerProcess:
+    """A process that serves HTTP on a port of 127.0.0.1 and answers /health when it is ready.
 
     Args:
-        program: The executable.
-        target: The model.
-        draft: Its draft, or None for plain decoding.
-        n_max: Tokens that the draft proposes a round.
-        threads: Threads of each model.
-        n_ctx: Positions of context.
-        log: Where its own log goes.
+        command: The program with its arguments, without the port's.
+        log: Where its output goes.
+
+    Attributes:
+        port: Where it listens.
 
     Raises:
         PyspecError: It did not start.
     """
 
-    def __init__(
-        self,
-        program: Path,
-        target: Path,
-        draft: Path | None,
-        *,
-        n_max: int,
-        threads: int,
-        n_ctx: int,
-        log: Path,
-    ) -> None:
-        self._port = _free_port()
-        command = [
-            str(program),
-            "-m",
-            str(target),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            f"{self._port}",
-        ]
-        command += ["-c", f"{n_ctx}", "-np", "1", "-t", f"{threads}", "-tb", f"{threads}"]
-        command += ["--cache-ram", "0", "--no-webui"]
-        if draft is not None:
-            command += ["-md", str(draft), "--spec-type", "draft-simple"]
-            command += ["--spec-draft-n-max", f"{n_max}", "-td", f"{threads}", "-tbd", f"{threads}"]
+    def __init__(self, command: Sequence[str | Path], log: Path) -> None:
+        self.port = _free_port()
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent
+                [*command, "--host", "127.0.0.1", "--port", f"{self.port}"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_end_with_parent,
             )
         try:
             self._wait_until_ready(log)
@@ -151,14 +128,69 @@ class LlamaServer:
         end = time.monotonic() + _LONGEST_START
         while time.monotonic() < end and self._process.poll() is None:
             try:
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
                 connection.request("GET", "/health")
                 if connection.getresponse().status == http.client.OK:
                     return
             except OSError:
                 pass
             time.sleep(0.2)
-        raise PyspecError(f"llama-server did not start: see {log}")
+        raise PyspecError(f"a server did not start: {_last_line(log)}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
+
+
+def _last_line(log: Path) -> str:
+    return (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+
+
+class LlamaServer(ServerProcess):
+    """A running llama-server.
+
+    Args:
+        program: The executable.
+        target: The model.
+        draft: Its draft, or None for plain decoding.
+        n_max: Tokens that the draft proposes a round.
+        threads: Threads of each model.
+        n_ctx: Positions of context of each slot.
+        log: Where its own log goes.
+        slots: Answers at once.
+        unified: Whether they share one cache.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        target: Path,
+        draft: Path | None = None,
+        *,
+        n_max: int = 0,
+        threads: int,
+        n_ctx: int,
+        log: Path,
+        slots: int = 1,
+        unified: bool = False,
+    ) -> None:
+        command: list[str | Path] = [
+            program,
+            "-m",
+            target,
+            "-c",
+            f"{n_ctx * slots}",
+            "-np",
+            f"{slots}",
+        ]
+        command += ["-t", f"{threads}", "-tb", f"{threads}", "--cache-ram", "0", "--no-webui"]
+        if unified:
+            command.append("--kv-unified")
+        if draft is not None:
+            command += ["-md", draft, "--spec-type", "draft-simple"]
+            command += ["--spec-draft-n-max", f"{n_max}", "-td", f"{threads}", "-tbd", f"{threads}"]
+        super().__init__(command, log)
 
     def stream(
         self, ids: Sequence[int], *, temperature: float, max_tokens: int, seed: int | None
@@ -180,7 +212,7 @@ class LlamaServer:
             "return_tokens": True,
             "stream": True,
         }
-        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
         connection.request(
             "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
         )
@@ -192,11 +224,6 @@ class LlamaServer:
                 chunk = json.loads(line[len(b"data: ") :])
                 yield len(chunk["tokens"]), chunk.get("timings", {}) if chunk["stop"] else {}
         connection.close()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.wait()
 
 
 def _end_with_parent() -> None:
