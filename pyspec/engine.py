@@ -9,7 +9,7 @@ pass evaluates it together with the drafted ones. Plain decoding is the same rou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -137,6 +137,8 @@ class Engine:
             if self.gamma == AUTO and drafts:
                 for slot in self._slots:
                     self._measure(slot)
+            elif parallel > 1:
+                self._costs = measured_costs(contexts[0])
         except BaseException:
             self.close()
             raise
@@ -219,8 +221,8 @@ class Engine:
     ) -> Generation:
         """Accept a request, for `step` to carry on.
 
-        It gets the free slot whose cache holds most of its prompt's beginning. What another slot holds of it
-        is copied where that is more.
+        It gets the free slot whose cache holds most of its prompt's beginning, of several the one nearest to
+        others under way. What another slot holds of it is copied where that is more.
 
         Args:
             prompt: Text, tokenized with the model's own beginning (such as BOS), or token ids as they are.
@@ -247,7 +249,7 @@ class Engine:
             raise SlotsBusyError(f"{self.parallel} requests are under way, which is all that fit")
         grammar = params.grammar
         constraint = None if grammar is None else Constraint(grammar, self.target, len(ids))
-        slot = max(free, key=lambda slot: _common(slot.held, ids))
+        slot = max(free, key=lambda slot: (_common(slot.held, ids), -self._distance(slot)))
         sampler = Sampler(params, self.target.n_vocab, rule, constraint)
         planner = self._planner(slot, gamma, sampler)
         cached = self._reuse(slot, ids)
@@ -265,6 +267,13 @@ class Engine:
         timeless = sampler.params.temperature > 0 and sampler.rule is not Rule.COUPLED
         drafts = [drafter.costs for drafter in slot.drafters]
         return Planner(costs, drafts, observe_time=not timeless)
+
+    def _distance(self, slot: Slot) -> int:
+        """From a slot to the nearest one with a request: neighbours share passes."""
+        place = slot.context.sequence
+        return min(
+            (abs(place - other.slot.context.sequence) for other in self._generations), default=0
+        )
 
     def _reuse(self, slot: Slot, ids: list[int]) -> int:
         """Have a slot hold as much of the prompt as any does, and nothing else; returns how much that is."""
@@ -292,15 +301,17 @@ class Engine:
             PyspecError: The pass failed, or a generation had ended.
         """
         ready = [generation for generation in generations if generation.prefilled]
+        lengths = [generation.slot.context.length for generation in generations]
         try:
             for generation in generations:
                 if not generation.prefilled:
                     generation.prefill()
             pieces = self._round(ready) if ready else {}
         except BaseException as error:
-            for generation in generations:
+            for generation, length in zip(generations, lengths, strict=True):
                 if not generation.finished:
-                    generation.fail(error)
+                    # What an interrupt left is as it was before it; of what went wrong nothing is trusted.
+                    generation.fail(error, keep=0 if isinstance(error, Exception) else length)
             raise
         return [pieces.get(generation, Piece(())) for generation in generations]
 
@@ -320,7 +331,7 @@ class Engine:
                     parts[generation] = Part(generation.slot.context, tokens, len(tokens))
             start = time.perf_counter()
             if parts:
-                evaluate_together(list(parts.values()))
+                evaluate_together([*parts.values(), *self._between(list(parts.values()))])
             verify_s = time.perf_counter() - start
             pieces: dict[Generation, Piece] = {}
             for generation in parts:
@@ -329,6 +340,28 @@ class Engine:
                     if generation.finished and not generation.costs_fit:
                         forget_costs(parts[generation].context)
         return pieces
+
+    def _between(self, parts: Sequence[Part]) -> list[Part]:
+        """Parts without tokens of slots that lie between others', where they cost less than a pass more."""
+        if self._costs is None:
+            return []
+        width = max(len(part.tokens) for part in parts)
+        fillers: list[Part] = []
+        joined, *others = _runs(part.context.sequence for part in parts)
+        for run in others:
+            gap = [slot.context for slot in self._slots[joined.stop : run.start]]
+            whole = range(joined.start, run.stop)
+            n_tokens = width * (len(parts) + len(fillers) + len(gap))
+            fits = n_tokens <= parts[0].context.n_batch and all(
+                context.length + width <= context.n_ctx for context in gap
+            )
+            together, *apart = (self._costs(width * len(each)) for each in (whole, joined, run))
+            if fits and together < sum(apart):
+                fillers += [Part(context, (), 0) for context in gap]
+                joined = whole
+            else:
+                joined = run
+        return fillers
 
     def generate(
         self,
@@ -419,6 +452,17 @@ def _ending_alone(generation: Generation) -> Iterator[None]:
         yield
     except (LogitsError, UsageError) as error:
         generation.fail(error)
+
+
+def _runs(numbers: Iterable[int]) -> list[range]:
+    """The ranges that different numbers make up."""
+    runs: list[range] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
 
 
 def _common(held: Sequence[int], ids: Sequence[int]) -> int:

@@ -57,10 +57,15 @@ class Slot:
 
     def forget(self) -> None:
         """Empty all caches."""
-        self.context.clear()
+        self.restore(0)
+
+    def restore(self, length: int) -> None:
+        """Cut the target's cache back to at most `length` positions, and trust no drafter's."""
+        with suppress(RollbackError):
+            self.context.truncate(length)
         for drafter in self.drafters:
             drafter.clear()
-        self.ids = []
+        self.ids = self.ids[:length]
 
     def take_over(self, other: Slot, length: int) -> None:
         """Copy the first `length` positions of another slot's target cache."""
@@ -141,11 +146,16 @@ class Generation:
             self.error = error
             slot.generation = None
 
-    def fail(self, error: BaseException) -> None:
-        """End it in the middle of a step, where the caches may hold what was never committed."""
+    def fail(self, error: BaseException, *, keep: int = 0) -> None:
+        """End it in the middle of a step, where the caches may hold what was never committed.
+
+        Args:
+            error: What a later use of this generation raises.
+            keep: Positions of the target's cache that are right all the same.
+        """
         slot = self.slot
         self.close(error)
-        slot.forget()
+        slot.restore(keep)
 
     # ---- the prompt --------------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pyspec import Engine, Generation, Model, Rule, SamplingParams, SlotsBusyError
+from pyspec import Engine, Generation, Model, Rule, SamplingParams, SlotsBusyError, bridge
+from pyspec.costs import CostCurve
 from pyspec.errors import LogitsError, ModelError, PyspecError
 from pyspec.llama import Context, Part, evaluate_together
 from pyspec.metrics import Statistics
@@ -93,6 +94,80 @@ def test_the_logits_of_a_shared_pass_are_the_bits_of_one_alone(tiny_target: Path
     for context in (single, *together):
         context.close()
     model.close()
+
+
+def attention_of(work: Callable[[], object]) -> int:
+    """How many attention operations the work takes: a pass has one for each layer."""
+    before = bridge.counts().attention
+    work()
+    return bridge.counts().attention - before
+
+
+# With free tokens all that lies between is carried along; with free passes nothing is.
+@pytest.mark.parametrize(("last_cost", "n_passes"), [(1.01, 1), (32.0, 2)])
+def test_slots_that_are_not_neighbours_share_a_pass_where_that_is_cheaper(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, last_cost: float, n_passes: int
+) -> None:
+    costs = CostCurve([1, 32], [1.0, last_cost])
+    monkeypatch.setattr("pyspec.engine.measured_costs", lambda _: costs)
+    with Engine(tiny_target, n_ctx=96, n_batch=32, threads=1, parallel=4) as engine:
+        generations = [engine.start(prompt, settings(i)) for i, prompt in enumerate(PROMPTS)]
+        for _ in range(2):
+            engine.step(generations)
+        one = attention_of(lambda: engine.step(generations[:1]))
+        assert one > 0
+        assert attention_of(lambda: engine.step(generations)) == one
+        # Whatever order they come in.
+        assert attention_of(lambda: engine.step(generations[::-1])) == one
+        generations[1].close()
+        held = engine._slots[1].held
+        rest = [generations[i] for i in (3, 0, 2)]
+        assert attention_of(lambda: engine.step(rest)) == n_passes * one
+        assert engine._slots[1].held == held, "what fills a pass up is not kept"
+        carry_on(engine, rest)
+        for i, generation in ((3, rest[0]), (0, rest[1]), (2, rest[2])):
+            with Engine(tiny_target, n_ctx=96, n_batch=32, threads=1) as fresh:
+                fresh_one = fresh.start(PROMPTS[i], settings(i))
+                carry_on(fresh, [fresh_one])
+            assert generation.ids == fresh_one.ids
+        # The slot between still holds what it did, to the bit.
+        again = engine.start([*held, 5], settings(9, max_tokens=20))
+        assert cached(again) == len(held)
+        carry_on(engine, [again])
+        with Engine(tiny_target, n_ctx=96, n_batch=32, threads=1) as fresh:
+            fresh_one = fresh.start([*held, 5], settings(9, max_tokens=20))
+            carry_on(fresh, [fresh_one])
+        assert again.ids == fresh_one.ids
+
+
+def test_a_full_slot_between_others_is_left_out(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = CostCurve([1, 32], [1.0, 1.01])
+    monkeypatch.setattr("pyspec.engine.measured_costs", lambda _: costs)
+    with Engine(tiny_target, n_ctx=96, n_batch=32, threads=1, parallel=3) as engine:
+        generations = [engine.start(prompt, settings(1)) for prompt in PROMPTS[:3]]
+        engine.step(generations)
+        one = attention_of(lambda: engine.step(generations[:1]))
+        generations[1].close()
+        context = engine._slots[1].context
+        context.evaluate([3] * (96 - context.length))
+        rest = [generations[0], generations[2]]
+        assert attention_of(lambda: engine.step(rest)) == 2 * one
+        carry_on(engine, rest)
+        assert [generation.statistics.completion_tokens for generation in rest] == [30, 30]
+
+
+def test_a_request_gets_a_slot_beside_those_under_way(tiny_target: Path) -> None:
+    with Engine(tiny_target, n_ctx=96, n_batch=16, threads=1, parallel=5) as engine:
+        generations = [engine.start(prompt, settings(1)) for prompt in (*PROMPTS, PROMPTS[0])]
+        places = [generation.slot.context.sequence for generation in generations]
+        assert places == [0, 1, 2, 3, 4]
+        for i in (0, 1, 3):
+            generations[i].close()
+        carry_on(engine, [generations[2]])
+        # Of the first four, which hold as much of it, the last is beside the one that is under way.
+        assert engine.start([15, 15], settings(1)).slot.context.sequence == 3
 
 
 def test_a_prompt_is_read_only_where_it_differs_from_what_a_cache_holds(engine: Engine) -> None:

@@ -20,6 +20,8 @@ Logits = npt.NDArray[np.float32]
 
 # Tokens that a recurrent state can go back where llama.cpp keeps snapshots of it: a copy of the state each.
 _SNAPSHOTS = 8
+# The token that fills a pass up: any will do, for nothing of it is kept.
+_FILLING = 0
 
 
 class RollbackError(PyspecError):
@@ -121,6 +123,7 @@ class Context:
         place: Given by `several`: what the sequence shares with others, and its number there.
 
     Attributes:
+        sequence: Its number among those of `several`, from 0.
         panels: Which logits `evaluate` computes, as for bridge.shortlist; None for all.
 
     Raises:
@@ -144,7 +147,7 @@ class Context:
                 model, 1, n_ctx=n_ctx, n_batch=n_batch, n_logits=n_logits, threads=threads
             )
             place = shared, 0
-        self._shared, self._sequence = place
+        self._shared, self.sequence = place
         self.n_ctx, self.n_batch = self._shared.n_ctx, self._shared.n_batch
         self.n_logits, self.threads = self._shared.n_logits, self._shared.threads
         # Most tokens that can be rolled back after a pass; llama.cpp says how many snapshots it really keeps.
@@ -277,7 +280,7 @@ class Context:
         possible = not self.model.is_recurrent or (
             self.length - self._last_width < length <= self.length
         )
-        memory, sequence = self._memory, self._sequence
+        memory, sequence = self._memory, self.sequence
         if possible and worker.run(
             lambda: llama_cpp.llama_memory_seq_rm(memory, sequence, length, -1)
         ):
@@ -288,13 +291,13 @@ class Context:
 
     def clear(self) -> None:
         """Forget the sequence."""
-        memory, sequence = self._memory, self._sequence
+        memory, sequence = self._memory, self.sequence
         worker.run(lambda: llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1))
         self.length = 0
 
     def copy_from(self, other: Context, length: int) -> None:
         """Take over the first `length` positions of another of `several`, in place of what this one holds."""
-        memory, source, sequence = self._memory, other._sequence, self._sequence
+        memory, source, sequence = self._memory, other.sequence, self.sequence
         # Between caches of their own llama.cpp copies whole ones only.
         worker.run(lambda: llama_cpp.llama_memory_seq_cp(memory, source, sequence, -1, -1))
         self.length, self._last_width = other.length, other._last_width
@@ -316,7 +319,7 @@ class Part(NamedTuple):
 
     Attributes:
         context: One of `several`.
-        tokens: [n] ids; position length and following.
+        tokens: [n] ids; position length and following. None at all only fill the pass up.
         n_logits: How many of the last tokens' logits to compute.
     """
 
@@ -328,8 +331,9 @@ class Part(NamedTuple):
 def evaluate_together(parts: Sequence[Part]) -> None:
     """Append tokens to several sequences in one pass.
 
-    llama.cpp takes sequences into one pass when they add equally many tokens, so the shorter parts are
-    filled up, and the filling is rolled back.
+    llama.cpp takes sequences into one pass when their numbers follow one another and they add equally many
+    tokens; it makes several passes of others. So the shorter parts are filled up, and the filling is rolled
+    back; a part without tokens joins the sequences on both of its sides.
 
     Args:
         parts: Of different contexts of one `several`, each with room for as many tokens as the longest has,
@@ -342,9 +346,10 @@ def evaluate_together(parts: Sequence[Part]) -> None:
         context, tokens, n_logits = parts[0]
         context.evaluate(tokens, n_logits=n_logits)
         return
+    parts = sorted(parts, key=lambda part: part.context.sequence)
     width = max(len(part.tokens) for part in parts)
     for context, tokens, n_logits in parts:
-        context._check([*tokens, *[0] * (width - len(tokens))], 0)
+        context._check([_FILLING] * width, 0)
         context._check(tokens, n_logits)
     starts = [part.context.length for part in parts]
     try:
@@ -365,12 +370,12 @@ def _decode(
     batch, n = shared.batch, 0
     for context, tokens, n_logits in parts:
         first = n
-        filled = [*tokens, *[tokens[-1]] * (width - len(tokens))]
+        filled = [*tokens, *[_FILLING] * (width - len(tokens))]
         for i, token in enumerate(filled):
             batch.token[n] = token
             batch.pos[n] = context.length + i
             batch.n_seq_id[n] = 1
-            batch.seq_id[n][0] = context._sequence
+            batch.seq_id[n][0] = context.sequence
             batch.logits[n] = len(tokens) - n_logits <= i < len(tokens)
             n += 1
         context._first_row = first + len(tokens) - n_logits
