@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from pyspec import worker
 from pyspec.costs import CostCurve, forget_costs, measured_costs
 from pyspec.drafters import Drafter
 from pyspec.drafters.foreign import drafter_of
@@ -306,7 +307,8 @@ class Engine:
             for generation in generations:
                 if not generation.prefilled:
                     generation.prefill()
-            pieces = self._round(ready) if ready else {}
+            # As one call: to hand each pass over to the worker and back takes as long as to choose a token.
+            pieces = worker.run(lambda: self._round(ready)) if ready else {}
         except BaseException as error:
             for generation, length in zip(generations, lengths, strict=True):
                 if not generation.finished:

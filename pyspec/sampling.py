@@ -287,6 +287,8 @@ class Sampler:
             index: Number of the token among the round's drafted ones.
             position: The token's absolute position.
         """
+        if self.params.temperature == 0:
+            return int(q.argmax())
         row = ffi.from_buffer("float[]", q)
         if self.rule is Rule.COUPLED:
             return int(lib.cspec_coupled_choice(row, len(q), self.seed, position))
