@@ -78,6 +78,7 @@ class Row:
         seconds: From the request to the last token.
         drafted: Tokens drafted.
         accepted: Drafted tokens that were accepted.
+        predicted: Tokens a second that the planner expected of its rounds; 0 where there was none.
     """
 
     kind: str
@@ -91,6 +92,7 @@ class Row:
     seconds: float
     drafted: int
     accepted: int
+    predicted: float = 0.0
 
     @property
     def key(self) -> Key:
@@ -260,6 +262,7 @@ class Bench:
             seconds=arrivals[-1] - start,
             drafted=report.get("draft_n") or report.get("drafted") or 0,
             accepted=report.get("draft_n_accepted") or report.get("accepted") or 0,
+            predicted=report.get("predicted_tokens_per_second") or 0.0,
         )
 
     def warm_up(self, engines: Iterable[str]) -> None:

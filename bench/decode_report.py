@@ -97,6 +97,14 @@ def markdown(rows: Sequence[Row], command: str, options: argparse.Namespace) -> 
         accepted = list(acceptance(at, kinds))
         if accepted:
             lines += ["", "Accepted of the drafted tokens, percent:", "", *table(header, accepted)]
+        achieved = list(achievement(at, kinds))
+        if achieved:
+            lines += [
+                "",
+                "Achieved, as a multiple of what the planner expected, median over prompts:",
+                "",
+            ]
+            lines += table(header, achieved)
     lines += [
         "",
         f"In brackets: 95 % intervals, {RESAMPLES} bootstrap samples over prompts. The best fixed gamma and "
@@ -148,6 +156,15 @@ def _comparison(rates: Rates, engine: str, other: str) -> str:
             chosen = f" [{names[i].rpartition('-')[2]}]"
     cell = _cell(rates.ratios(*names), "mean", digits=2)
     return cell and cell + chosen
+
+
+def achievement(rows: Sequence[Row], kinds: Sequence[str]) -> Iterator[list[str]]:
+    """By the engines' own account of their speed: what is expected is expected of the rounds alone."""
+    for engine in dict.fromkeys(sorted(row.engine for row in rows if row.predicted)):
+        mine = [row for row in rows if row.engine == engine and row.predicted]
+        columns = [*([row for row in mine if row.kind == kind] for kind in kinds), mine]
+        samples = [np.array([row.own_rate / row.predicted for row in of]) for of in columns]
+        yield [engine, *(_cell(sample, "median", digits=2) for sample in samples)]
 
 
 def acceptance(rows: Sequence[Row], kinds: Sequence[str]) -> Iterator[list[str]]:

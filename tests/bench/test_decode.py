@@ -18,7 +18,7 @@ OPTIONS = argparse.Namespace(model="big", draft="small", threads=2, tokens=10)
 def row(engine: str, prompt: str, rate: float, *, kind: str = "code", drafted: int = 0) -> Row:
     return Row(
         kind, prompt, 0.0, engine, 10, tokens=10, rate=rate, own_rate=2 * rate, seconds=1.0,
-        drafted=drafted, accepted=drafted // 2,
+        drafted=drafted, accepted=drafted // 2, predicted=drafted,
     )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def test_ratios_are_geometric_means_over_the_prompts_that_both_answered() -> Non
     assert "    python -m bench.decode\n" in page
     assert "pyspec 2.000, pyspec-plain 2.000." in page
     assert "| pyspec | 50 of 10 | 50 of 10 |" in page
+    assert "| pyspec | 16.00 | 16.00 |" in page, "160 where 10 were expected; no other row says so"
 
 
 def test_the_best_of_several_is_found_for_each_kind() -> None:
@@ -117,9 +118,15 @@ def test_a_run_on_a_tiny_pair_and_its_continuation(
     assert all(each.tokens == 30 and each.rate > 0 for each in rows)
     drafted = {each.engine: each.drafted for each in rows}
     assert drafted["pyspec-plain"] == 0
+    assert {each.engine for each in rows if each.predicted} == {
+        "pyspec",
+        "pyspec-no-draft",
+        "pyspec-useless",
+    }, "only where a planner plans"
     assert drafted["pyspec-gamma-2"] > 0
     assert "pyspec-useless" not in page, "not asked for this time"
     assert "| pyspec / best fixed gamma |" in page
+    assert "of what the planner expected" in page
     assert json.loads(log.read_text().splitlines()[0])["kind"] == "chat"
 
 
