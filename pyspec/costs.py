@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -24,6 +25,10 @@ log = logging.getLogger("pyspec.costs")
 # Between them a curve is straight enough; the last is the widest pass of a round.
 _WIDTHS = (1, 2, 4, 6, 8, 12, 16, 32)
 _TURNS = 2
+# How much of the difference to what was expected is believed of passes over as many tokens, and of those over
+# twice as many, half as many, or fewer or more than that.
+_FOLLOWING = 0.3
+_FOLLOWING_FAR = 0.05
 
 
 class CostCurve:
@@ -37,7 +42,6 @@ class CostCurve:
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
         self.widths = tuple(widths)
         self.seconds = tuple(seconds)
-        self._scale = 1.0
         xs, ys = np.array(self.widths, float), np.array(self.seconds, float)
         slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else ys[0]
         self._slope = max(0.0, float(slope))
@@ -49,15 +53,22 @@ class CostCurve:
         if n <= 0:
             return 0.0
         last = len(self._table) - 1
-        seconds = self._table[n] if n <= last else self._table[last] + self._slope * (n - last)
-        return self._scale * seconds
+        if n <= last:
+            return self._table[n]
+        # The slope as measured, at the scale that observations have given the widest.
+        return self._table[last] * (1 + self._slope * (n - last) / self.seconds[-1])
 
     def observe(self, n: int, seconds: float) -> None:
-        """Take a pass into account: all costs grow with the context's length and with what else runs."""
+        """Take a pass into account: costs change with the context's length and with what else runs.
+
+        Memory and arithmetic do not slow down alike, so passes over about as many tokens follow it most.
+        """
         if n > 0:
             # One pass that was held up says little.
             ratio = min(2.0, max(0.5, seconds / self(n)))
-            self._scale *= ratio**0.1
+            for m in range(1, len(self._table)):
+                near = max(0.0, 1 - abs(math.log2(n / m)))
+                self._table[m] *= ratio ** (_FOLLOWING_FAR + (_FOLLOWING - _FOLLOWING_FAR) * near)
 
     def copy(self) -> CostCurve:
         """The curve as it was measured."""

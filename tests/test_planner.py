@@ -254,15 +254,33 @@ def test_costs_lie_on_lines_between_the_measured_widths_and_beyond() -> None:
     assert CostCurve((1,), (2.0,))(3) == 6.0
 
 
-def test_observed_costs_move_the_whole_curve_and_no_single_pass_moves_it_far() -> None:
+def test_observed_costs_are_followed_most_near_what_was_observed() -> None:
     curve = line(1.0, 1.0)
     for _ in range(200):
-        curve.observe(3, 6.0)
-    assert curve(3) == pytest.approx(6.0)
-    assert curve(1) == pytest.approx(2.0)
+        curve.observe(4, 8.0)
+    assert curve(4) == pytest.approx(8.0)
+    assert 1.0 < curve(1) < 1.3
+    assert 5.0 < curve(5) < 10.0
+    assert curve(40) / 40 == pytest.approx(curve(32) / 32)
+    assert curve.copy()(4) == 4.0
+
+
+def test_no_single_pass_moves_costs_far() -> None:
+    curve = line(1.0, 1.0)
     curve.observe(1, 1e9)
-    assert curve(1) < 2.2
-    assert curve.copy()(3) == 3.0
+    assert 1.0 < curve(1) < 1.3
+
+
+def test_costs_that_change_their_shape_are_followed() -> None:
+    """A machine whose memory has become faster: narrow passes take less and wide ones more."""
+    curve = CostCurve((1, 2, 4, 6, 8), (0.0297, 0.0301, 0.0309, 0.0340, 0.0412))
+    real = CostCurve((1, 2, 4, 6, 8), (0.0210, 0.0237, 0.0289, 0.0375, 0.0485))
+    random = np.random.default_rng(0)
+    for n in random.integers(1, 9, 100):
+        curve.observe(n, real(n) * float(random.normal(1, 0.03)))
+    assert [curve(n) for n in range(1, 9)] == pytest.approx(
+        [real(n) for n in range(1, 9)], rel=0.06
+    )
 
 
 def test_rates_start_from_a_prior_and_end_at_what_is_observed() -> None:
