@@ -306,7 +306,7 @@ class Engine:
         try:
             for generation in generations:
                 if not generation.prefilled:
-                    generation.prefill()
+                    generation.prefill(len(generations))
             # As one call: to hand each pass over to the worker and back takes as long as to choose a token.
             pieces = worker.run(lambda: self._round(ready)) if ready else {}
         except BaseException as error:

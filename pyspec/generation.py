@@ -26,7 +26,8 @@ class Slot:
     Attributes:
         context: A sequence of the target.
         drafters: What drafts for it.
-        reader: The one of them that reads prompts along with the target; others catch up when they are tried.
+        reader: The one of them that reads a prompt along with the target where no other request is under way;
+            otherwise, and all the others, they catch up when they are tried.
         ids: Tokens of which the target's cache holds the first context.length and each drafter's a beginning.
         generation: The request, while there is one.
         measured: Whether its drafters know their costs.
@@ -164,20 +165,28 @@ class Generation:
         """Whether all of the prompt but its last token is evaluated."""
         return self.slot.context.length >= self._n_prompt - 1
 
-    def prefill(self) -> None:
-        """Evaluate the next chunk of the prompt, split alike with and without a draft."""
+    def prefill(self, share: int) -> None:
+        """Evaluate the next chunk of the prompt, split alike with and without a draft.
+
+        Args:
+            share: Requests under way.
+        """
         context, covered = self.slot.context, self._n_prompt - 1
         with self.statistics.timed("prefill_s"):
             end = min(context.length + context.n_batch, covered)
             context.evaluate(self.ids[context.length : end])
-            self._read_along()
+            self._read_along(share)
         if self._on_prefill is not None:
             self._on_prefill(context.length, covered)
 
-    def _read_along(self) -> None:
-        """Have the reader take in what of the prompt the target has, if it is to draft."""
+    def _read_along(self, share: int) -> None:
+        """Have the reader take in what of the prompt the target has, if it is to draft.
+
+        Passes that several share are cheap for each, and a draft may never be worth its reading: that is for
+        the plan to say.
+        """
         reader = self.slot.reader
-        wanted = self._planner.drafts and self._room() > 0
+        wanted = share == 1 and self._planner.drafts and self._room() > 0
         if reader is not None and wanted and reader.room(self.ids) > 0:
             reader.catch_up(self.ids[: self.slot.context.length])
 
@@ -198,7 +207,7 @@ class Generation:
         slot, start = self.slot, time.perf_counter()
         room = min(most, self._room())
         if not self.statistics.rounds:
-            self._read_along()
+            self._read_along(share)
         candidates = [self._candidate(drafter, room) for drafter in slot.drafters]
         self._plan = self._planner.plan(candidates, share)
         self._proposal = Proposal()
