@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 DONE = ".retry"
+_PATIENCE = 240_000  # milliseconds; the machine may be busy with something else
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
 
@@ -44,6 +45,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page, of a phone's width if asked for, whose complaints fail the test."""
     context = browser.new_context(**getattr(request, "param", {}))
+    context.set_default_timeout(_PATIENCE)
     page = context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
