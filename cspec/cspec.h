@@ -241,7 +241,8 @@ enum {
     CSPEC_BRIDGE_WIDE = 2,      /* left to ggml: wider than the exact width */
     CSPEC_BRIDGE_FOREIGN = 3,   /* left to ggml: weights in another extra buffer type's layout */
     CSPEC_BRIDGE_UNKNOWN = 4,   /* left to ggml: a product of a kind that the bridge does not know */
-    CSPEC_BRIDGE_COUNTS = 5,
+    CSPEC_BRIDGE_SHARED = 5,    /* of the products: with activations that another had quantised */
+    CSPEC_BRIDGE_COUNTS = 6,
 };
 
 /* Attaches the bridge to the llama.cpp in this process, once; later calls find it attached. Call it before a

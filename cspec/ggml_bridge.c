@@ -251,7 +251,8 @@ static bool traits_work_size(void *this_, int n_threads, const tensor *op, size_
 {
     (void)this_;
     if (weights_has(op)) {
-        *size = weights_work_size(n_threads, op);
+        /* ggml declares it constant; the operation is the graph's, and not being computed. */
+        *size = weights_work_size(n_threads, (tensor *)(uintptr_t)op);
         return true;
     }
     if (atomic_load_explicit(&mode, memory_order_relaxed) == PROBING) {
@@ -286,7 +287,9 @@ static bool traits_compute_forward(void *this_, compute_params *params, tensor *
     }
 
     if (weights_has(op)) {
-        weights_compute(params, op);
+        if (weights_compute(params, op)) {
+            count(CSPEC_BRIDGE_SHARED, params);
+        }
         count(CSPEC_BRIDGE_PRODUCT, params);
         return true;
     }
@@ -330,6 +333,7 @@ static void *extra_get_tensor_traits(void *this_, const tensor *op)
     (void)this_;
     switch (atomic_load_explicit(&mode, memory_order_relaxed)) {
     case ACTIVE:
+        weights_see(op);
         return (atomic_load_explicit(&enabled, memory_order_relaxed) && is_ours(op->op)) || weights_has(op)
                    ? &traits_object
                    : NULL;

@@ -27,12 +27,21 @@ enum {
 };
 
 enum {
+    CSPEC_GGML_OP_NONE = 0,
+    CSPEC_GGML_OP_ADD = 2,
+    CSPEC_GGML_OP_MUL = 7,
+    CSPEC_GGML_OP_RMS_NORM = 25,
     CSPEC_GGML_OP_MUL_MAT = 29,
     CSPEC_GGML_OP_MUL_MAT_ID = 30,
+    CSPEC_GGML_OP_RESHAPE = 36, /* with the next three: nothing to compute */
+    CSPEC_GGML_OP_TRANSPOSE = 39,
+    CSPEC_GGML_OP_ROPE = 48,
     CSPEC_GGML_OP_FLASH_ATTN_EXT = 74,
 };
 
 struct cspec_ggml_buffer;
+
+enum { CSPEC_GGML_FLAG_COMPUTE = 16 }; /* without it an operation is left out */
 
 struct cspec_ggml_tensor {
     int32_t type;

@@ -228,8 +228,8 @@ static size_t activations_size(const tensor *op)
     return align((size_t)token_count(op) * matmul_token_size(type, op->src[0]->ne[0] / type->block));
 }
 
-/* Whether every thread quantises all activations for itself: for few of them that is sooner done than waiting for
- * the others, twice where the product is small. */
+/* Whether every thread quantises all activations for itself, and takes an even share of the panels: for few of them that
+ * is sooner done than waiting for the others, twice where the product is small. */
 static bool is_private(const tensor *op)
 {
     return token_count(op) * op->src[0]->ne[0] <= 1 << 14 && op->src[0]->ne[1] * op->src[0]->ne[0] <= 1 << 20;
@@ -248,19 +248,84 @@ static bool makes_logits(const tensor *weights)
     return strcmp(weights->name, "output.weight") == 0 || strcmp(weights->name, "token_embd.weight") == 0;
 }
 
-size_t weights_work_size(int32_t n_threads, const tensor *op)
+/* ---- activations of several products
+ *
+ * Q, K and V, or gate and up, are products with the same activations. The first quantises them into the work memory,
+ * behind what ggml's rotary embedding of Q takes of it; the others find them there if nothing else has used it since.
+ * That is decided while a graph is planned, which ggml does before each computation, in one thread and over all
+ * operations in their order. A product's last parameter, which ggml leaves alone, keeps the decision. */
+
+enum { ROOM_OF_ROPE = 4096 }; /* bytes for each thread */
+enum { QUANTISES, FINDS_PRIVATE, FINDS_COMMON };
+enum { DECISION = CSPEC_GGML_OP_PARAMS - 1 };
+
+static _Thread_local struct {
+    const tensor *previous, *current; /* operations */
+    const tensor *activations;        /* what is quantised in the work memory, or null */
+    const struct matmul_type *type;   /* of the weights that they were quantised for */
+    int32_t finding;                  /* FINDS_* */
+} planned;
+
+/* Whether ggml needs none of the work memory for an operation, or only what lies before the activations. */
+static bool keeps_activations(const tensor *op)
 {
-    return activations_size(op) * (size_t)(is_private(op) ? n_threads : 1) + 64;
+    switch (op->op) {
+    case CSPEC_GGML_OP_ADD:
+        return op->type == CSPEC_GGML_F32 && op->src[0]->type == CSPEC_GGML_F32;
+    case CSPEC_GGML_OP_MUL:
+    case CSPEC_GGML_OP_RMS_NORM:
+        return true;
+    case CSPEC_GGML_OP_ROPE: /* a row and a cache line for each thread */
+        return ((size_t)op->ne[0] + 16) * sizeof(float) <= ROOM_OF_ROPE;
+    default:
+        return false;
+    }
 }
 
-void weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
+void weights_see(const tensor *op)
+{
+    if (op->op == CSPEC_GGML_OP_NONE || (op->op >= CSPEC_GGML_OP_RESHAPE && op->op <= CSPEC_GGML_OP_TRANSPOSE)) {
+        return;
+    }
+    planned.previous = planned.current;
+    planned.current = op;
+    if (!weights_has(op) && !keeps_activations(op)) {
+        planned.activations = NULL;
+    }
+}
+
+/* What a product does about its activations. Only those that the operation just before made are kept for others: ones
+ * from outside the graph may change between two computations. */
+static int32_t decide(const tensor *op)
+{
+    const tensor *x = op->src[1], *maker = x->view_src != NULL ? x->view_src : x;
+    const struct matmul_type *type = type_of(op->src[0]);
+    if (planned.activations == x && planned.type == type) {
+        return planned.finding;
+    }
+    const bool made = planned.activations == x || (planned.previous == maker && maker->op != CSPEC_GGML_OP_NONE);
+    planned.activations = made && (op->flags & CSPEC_GGML_FLAG_COMPUTE) != 0 ? x : NULL;
+    planned.type = type;
+    planned.finding = is_private(op) ? FINDS_PRIVATE : FINDS_COMMON;
+    return QUANTISES;
+}
+
+size_t weights_work_size(int32_t n_threads, tensor *op)
+{
+    op->op_params[DECISION] = decide(op);
+    return activations_size(op) * (size_t)(is_private(op) ? n_threads : 1) +
+           (size_t)n_threads * ROOM_OF_ROPE + 64;
+}
+
+bool weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
 {
     const tensor *weights = op->src[0], *x = op->src[1];
     const struct matmul_type *type = type_of(weights);
     const int64_t n_tokens = token_count(op);
     const int64_t n_blocks = weights->ne[0] / type->block;
-    const bool private = is_private(op);
-    uint8_t *scratch = (uint8_t *)align((uintptr_t)params->wdata);
+    const int32_t decision = op->op_params[DECISION];
+    const bool private = decision == QUANTISES ? is_private(op) : decision == FINDS_PRIVATE;
+    uint8_t *scratch = (uint8_t *)align((uintptr_t)params->wdata) + (size_t)params->nth * ROOM_OF_ROPE;
     const struct matmul_tokens tokens = {
         x->data, {x->ne[1], x->ne[2], x->ne[3]}, {x->nb[1], x->nb[2], x->nb[3]}};
     if (private) {
@@ -280,13 +345,18 @@ void weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
         .n_listed = shortlist.n_panels,
     };
     const int64_t n_panels = matmul_product_panels(&product);
-    if (private) {
-        matmul_quantise(type, n_blocks, &tokens, n_tokens, scratch, 0, n_blocks);
-        matmul_multiply(&product, n_panels * params->ith / params->nth, n_panels * (params->ith + 1) / params->nth);
-        return;
+    if (params->ith == 0) {
+        planned.activations = NULL; /* what was planned is computed: what follows is another graph */
     }
-    matmul_quantise(type, n_blocks, &tokens, n_tokens, scratch, n_blocks * params->ith / params->nth,
-                    n_blocks * (params->ith + 1) / params->nth);
+    if (decision == QUANTISES) {
+        const int64_t part = private ? 0 : params->ith, n_parts = private ? 1 : params->nth;
+        matmul_quantise(type, n_blocks, &tokens, n_tokens, scratch, n_blocks * part / n_parts,
+                        n_blocks * (part + 1) / n_parts);
+    }
+    if (is_private(op)) {
+        matmul_multiply(&product, n_panels * params->ith / params->nth, n_panels * (params->ith + 1) / params->nth);
+        return decision != QUANTISES;
+    }
     if (params->ith == 0) {
         /* Every thread starts with the chunk of its own number. */
         ggml.ggml_threadpool_chunk_set(params->threadpool, params->nth);
@@ -300,6 +370,7 @@ void weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
         }
         matmul_multiply(&product, first, first + chunk_size(n_panels - first, params->nth));
     }
+    return decision != QUANTISES;
 }
 
 /* ---- attaching ----------------------------------------------------------------------------------- */

@@ -11,8 +11,14 @@ bool weights_supports(const struct cspec_ggml_tensor *op);
 /* Whether op is a product with weights that are here. Nobody else can compute it. */
 bool weights_has(const struct cspec_ggml_tensor *op);
 
-size_t weights_work_size(int32_t n_threads, const struct cspec_ggml_tensor *op);
-void weights_compute(const struct cspec_ggml_compute_params *params, struct cspec_ggml_tensor *op);
+/* Of every operation of a graph, in order, while it is planned; and, harmlessly, while it is computed. */
+void weights_see(const struct cspec_ggml_tensor *op);
+
+/* While a graph is planned, after weights_see. */
+size_t weights_work_size(int32_t n_threads, struct cspec_ggml_tensor *op);
+
+/* Returns whether the activations were those that an earlier product had quantised. */
+bool weights_compute(const struct cspec_ggml_compute_params *params, struct cspec_ggml_tensor *op);
 
 /* The memory of the bridge's entry. */
 struct cspec_ggml_buffer *weights_alloc_buffer(struct cspec_ggml_buffer_type *buft, size_t size);

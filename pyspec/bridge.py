@@ -49,6 +49,7 @@ class BridgeCounts:
     wide: int  # left to llama.cpp: wider than the exact width
     foreign: int  # left to llama.cpp: weights that it has repacked
     unknown: int  # left to llama.cpp: of a kind that the bridge does not know
+    shared: int  # of the products: with activations that another had quantised
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ context = Context(model, n_ctx=64, n_logits=2)
 context.evaluate([3, 4, 5], n_logits=2)
 assert abs(context.logits(1)).max() > 0
 context.close()
-assert bridge.counts() == bridge.BridgeCounts(0, 0, 0, 0, 0)
+assert bridge.counts() == bridge.BridgeCounts(0, 0, 0, 0, 0, 0)
 """
 
 

@@ -100,6 +100,21 @@ def test_nor_on_the_instruction_set_and_are_llama_cpps(quantised: Path) -> None:
     assert "c" in results
 
 
+def test_activations_are_quantised_once_for_all_their_products(quantised: Path) -> None:
+    model = Model(quantised)
+    context = Context(model, n_ctx=128, n_logits=1)
+    for width in (1, 5, 20):  # each a graph of its own, and twice the same one
+        for _ in range(2):
+            before = bridge.counts()
+            context.evaluate(TOKENS[:width], n_logits=1)
+            after = bridge.counts()
+            # Of each of 2 layers K and V after Q, and up after gate; 7 products, and the output.
+            assert after.shared - before.shared == 2 * 3
+            assert after.products - before.products == 2 * 7 + 1
+    context.close()
+    model.close()
+
+
 @pytest.mark.parametrize("value", ["off", "sse"])
 def test_the_environment_keeps_them_out(quantised: Path, value: str) -> None:
     instructions, reason, _ = evaluate(quantised, PYSPEC_KERNELS=value)
@@ -115,7 +130,7 @@ from pyspec._cspec import ffi, lib
 bridge.attach()
 reason = ffi.new("char[256]")
 check = {getattr(lib, "CSPEC_CHECK_" + check)}
-assert lib.cspec_kernels_attach({LIBRARY!r}.encode(), 3, check, reason, 256) == 0
+assert lib.cspec_kernels_attach({LIBRARY!r}.encode(), {lib.CSPEC_MATMUL_AVX512}, check, reason, 256) == 0
 bridge._kernels = bridge.KernelStatus("", ffi.string(reason).decode())
 """
     _, reason, logits = evaluate(quantised, attach + EVALUATE)
