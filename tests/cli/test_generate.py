@@ -192,7 +192,7 @@ def test_statistics_as_json_are_one_line_with_the_promised_keys(
 
 
 def test_statistics_without_a_value_do_not_swallow_the_prompt(pair: list[str]) -> None:
-    run = pyspec("generate", *pair, "--stats", "hi")
+    run = pyspec("generate", *pair, "--gamma", "2", "--stats", "hi")
     assert run.returncode == 0
     assert b"tokens/s" in run.stderr
     assert b"accepted" in run.stderr
