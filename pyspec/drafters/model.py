@@ -43,7 +43,7 @@ class ModelDrafter(Drafter):
 
     def measure(self) -> None:
         """Find out what the draft's passes cost."""
-        self._list(())
+        self.shorten(())
         self.costs = measured_costs(self.context)
 
     def room(self, ids: Sequence[int]) -> int:
@@ -77,7 +77,7 @@ class ModelDrafter(Drafter):
         self._reserve(gamma)
         context, tokens, confidence = self.context, list[int](), list[float]()
         pending = ids[context.length :]
-        self._list(ids)
+        self.shorten(ids)
         for index in range(gamma):
             context.evaluate(pending, n_logits=1)
             logits, q = context.logits(-1)[: self._n_common], self._q[index]
@@ -93,7 +93,7 @@ class ModelDrafter(Drafter):
                 break
         return Proposal(tokens, list(self._q[: len(tokens)]), confidence)
 
-    def _list(self, ids: Sequence[int]) -> None:
+    def shorten(self, ids: Sequence[int]) -> None:
         """Have the next passes compute the logits that are on the list after ids."""
         if self._shortlist is not None:
             self.context.panels = self._shortlist.panels(ids)

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pyspec.drafters.model import ModelDrafter
 from pyspec.engine import AUTO, DEFAULT_CONTEXT, Engine, Gamma
 from pyspec.errors import UsageError
 from pyspec.llama import Context, Model, default_threads
 from pyspec.output import Source, Token
-from pyspec.sampling import Rule, Sampler, SamplingParams
+from pyspec.sampling import Rule, Sampler, SamplingParams, softmax_of
+from pyspec.vocab import shared_tokens
 
 # What is being measured, how many steps of it are done, and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -82,7 +84,7 @@ def measure_costs(
     """Median seconds of target passes over so many tokens, and under key 0 of a draft step.
 
     All take turns, so that what else the machine does meets them alike. The target's include
-    the distributions of all tokens, the draft's that of one and the draw.
+    the distributions of all tokens, the draft's that of one, the draw and the confidence in it.
     """
     widths = sorted(widths)
     sampler = Sampler(setup.params, setup.target.n_vocab)
@@ -103,6 +105,9 @@ def measure_costs(
         drafts_tokens = [token % setup.draft.n_vocab for token in tokens]
         target.evaluate(tokens[:position])
         draft.evaluate(drafts_tokens[:position])
+        if shared_tokens(setup.target, setup.draft) is None:
+            # As where it drafts, logits that are not on its shortlist are not computed.
+            ModelDrafter(draft, setup.target.n_vocab).shorten(tokens[:position])
         q = np.zeros(setup.target.n_vocab, np.float32)
         n_common = min(setup.target.n_vocab, setup.draft.n_vocab)
 
@@ -118,7 +123,7 @@ def measure_costs(
             draft.evaluate(drafts_tokens[position : position + 1], n_logits=1)
             logits, out = draft.logits(-1)[:n_common], q[:n_common]
             sampler.distribution(logits, tokens[:position], out, source="draft")
-            sampler.draw_draft(q, round_=0, index=0, position=position)
+            softmax_of(logits, sampler.draw_draft(q, round_=0, index=0, position=position))
 
         taken: dict[int, list[float]] = {key: [] for key in (0, *widths)}
         for _ in range(REPETITIONS + 1):
