@@ -40,6 +40,7 @@ FEW_WIDTHS = (1, 4, 5, 8, 16)  # at all positions but the first
 PROMPT = 512
 PROMPT_TURNS = 3
 LOADS = 3
+PAUSE = 0.02  # seconds in which the threads of the engine before may still spin
 BEST = "best"
 STOCK = ("stock", "stock, repacked")
 
@@ -122,6 +123,9 @@ def serve(engine: str, path: Path, threads: int, positions: Sequence[int]) -> No
         if context.length < position:
             context.evaluate(tokens[context.length : position])
         context.truncate(position)
+        # As while decoding, threads are awake, and each on a core of its own.
+        context.evaluate(tokens[position : position + 1], n_logits=1)
+        context.truncate(position)
         start = time.perf_counter()
         context.evaluate(tokens[position : position + width], n_logits=min(width, max(WIDTHS)))
         print(1e3 * (time.perf_counter() - start), flush=True)
@@ -169,7 +173,7 @@ class Engine:
 
     def measure(self, position: int, width: int) -> None:
         """Have it evaluate a pass, and keep the time."""
-        time.sleep(0.005)  # threads of the engine before it may still spin
+        time.sleep(PAUSE)
         assert self._process.stdin
         self._process.stdin.write(f"{position} {width}\n")
         self._process.stdin.flush()
@@ -231,7 +235,7 @@ def measure(
             if is_first and turn < PROMPT_TURNS:
                 for engine in engines:
                     engine.measure(position, PROMPT)
-            time.sleep(0.005)
+            time.sleep(PAUSE)
             result.read_rates.append(limits.read())
             for name, rates in result.multiply_rates.items():
                 rates.append(limits.multiply(name))
