@@ -26,9 +26,9 @@ log = logging.getLogger("pyspec.bridge")
 # The llama-cpp-python whose structures the bridge knows.
 LLAMA_CPP_PYTHON = "0.3.36"
 
-# Passes of at most this many tokens are exact by default, whatever they compute. In wider ones, which only
-# prompts need, products that pyspec's kernels do not take run in llama.cpp's: in another order of summation,
-# and three times as fast as one by one.
+# Passes of at most this many tokens are exact by default, whatever they compute. In wider ones, of prompts
+# or of many requests together, products that pyspec's kernels do not take run in llama.cpp's: in another
+# order of summation, and three times as fast as one by one.
 EXACT_WIDTH = 32
 
 
@@ -204,6 +204,7 @@ def bit_exact_reason(
     gpu_layers: int = 0,
     swa_full: bool = True,
     reused: bool = False,
+    depended: bool = False,
 ) -> str | None:
     """Why logits may depend on how many tokens are evaluated together; None when they do not.
 
@@ -215,6 +216,7 @@ def bit_exact_reason(
         swa_full: Whether layers with a sliding window have cells for the whole context.
         reused: Whether cells of the prompt were evaluated for another text, in passes of other widths, and
             some of the model's products are left to llama.cpp in wide ones.
+        depended: Whether such products were in a pass shared with other requests.
     """
     status = attach()
     if not status.attached:
@@ -231,6 +233,11 @@ def bit_exact_reason(
         return f"passes of {width} tokens are wider than {_exact_width}"
     if counts().unknown:
         return "llama.cpp computes a matrix product of a kind that the bridge does not know"
+    if depended:
+        return (
+            "a pass was shared with other requests, and llama.cpp's products in passes wider than "
+            f"{_exact_width} tokens depend on the width"
+        )
     if reused:
         return (
             "a part of the prompt was kept from an earlier request, and llama.cpp's products in passes "

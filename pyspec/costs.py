@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -102,8 +103,12 @@ def measured_costs(context: Context) -> CostCurve:
 
 
 def forget_costs(context: Context) -> None:
-    """Have the costs of a context's model measured anew when next they are asked for."""
-    _file(context).unlink(missing_ok=True)
+    """Have the costs of a context's model measured anew when next they are asked for.
+
+    Where the cache cannot be changed they stay.
+    """
+    with suppress(OSError):
+        _file(context).unlink(missing_ok=True)
 
 
 def _file(context: Context) -> Path:

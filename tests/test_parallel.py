@@ -96,6 +96,26 @@ def test_the_logits_of_a_shared_pass_are_the_bits_of_one_alone(tiny_target: Path
     model.close()
 
 
+@pytest.mark.parametrize("gamma", [4, 15])
+def test_wide_shared_passes_are_not_called_bit_exact(
+    tiny_target: Path, tiny_draft: Path, gamma: int
+) -> None:
+    """No kernel takes F32: from 33 tokens on, which three requests of 16 exceed, llama.cpp does."""
+    with Engine(tiny_target, tiny_draft, parallel=3, n_ctx=80) as engine:
+        generations = [
+            engine.start(prompt, settings(1, max_tokens=20), gamma=gamma) for prompt in PROMPTS[:3]
+        ]
+        statistics = []
+        while len(statistics) < 3:
+            statistics += [
+                piece.statistics for piece in engine.step(generations) if piece.statistics
+            ]
+            generations = [each for each in generations if not each.finished]
+    assert [each.bit_exact for each in statistics] == [gamma == 4] * 3
+    if gamma == 15:
+        assert "shared with other requests" in str(statistics[0].bit_exact_reason)
+
+
 def attention_of(work: Callable[[], object]) -> int:
     """How many attention operations the work takes: a pass has one for each layer."""
     before = bridge.counts().attention

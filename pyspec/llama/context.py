@@ -250,17 +250,21 @@ class Context:
         pointer = llama_cpp.llama_get_logits_ith(self.handle, self._first_row + row % self._n_rows)
         return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
 
-    def bit_exact_reason(self, width: int, *, reused: bool = False) -> str | None:
+    def bit_exact_reason(
+        self, width: int, *, reused: bool = False, depended: bool = False
+    ) -> str | None:
         """Why logits may depend on how many tokens are evaluated together; None if they do not.
 
         Args:
             width: Tokens of the widest pass whose logits matter.
             reused: Whether cells of the prompt were evaluated for another text, in passes of other widths.
+            depended: Whether a pass shared with other sequences was one whose logits depend on its width.
         """
         return bridge.bit_exact_reason(
             width=width,
             extra_buffers=self.model.use_extra_bufts,
             reused=reused and self._open.left_wide,
+            depended=depended,
         )
 
     def truncate(self, length: int) -> None:
@@ -328,7 +332,7 @@ class Part(NamedTuple):
     n_logits: int
 
 
-def evaluate_together(parts: Sequence[Part]) -> None:
+def evaluate_together(parts: Sequence[Part]) -> bool:
     """Append tokens to several sequences in one pass.
 
     llama.cpp takes sequences into one pass when their numbers follow one another and they add equally many
@@ -339,13 +343,16 @@ def evaluate_together(parts: Sequence[Part]) -> None:
         parts: Of different contexts of one `several`, each with room for as many tokens as the longest has,
             all together at most n_batch.
 
+    Returns:
+        Whether logits may depend on which sequences took part: llama.cpp took products of a wide pass.
+
     Raises:
         ModelError: The pass failed. The sequences are as before.
     """
     if len(parts) == 1:
         context, tokens, n_logits = parts[0]
         context.evaluate(tokens, n_logits=n_logits)
-        return
+        return False
     parts = sorted(parts, key=lambda part: part.context.sequence)
     width = max(len(part.tokens) for part in parts)
     for context, tokens, n_logits in parts:
@@ -353,9 +360,10 @@ def evaluate_together(parts: Sequence[Part]) -> None:
         context._check(tokens, n_logits)
     starts = [part.context.length for part in parts]
     try:
-        _decode(parts, width)
+        left_wide = _decode(parts, width)
         for start, part in zip(starts, parts, strict=True):
             part.context.truncate(start + len(part.tokens))
+        return left_wide
     except BaseException:
         for start, part in zip(starts, parts, strict=True):
             part.context._remove_from(start)
@@ -364,8 +372,12 @@ def evaluate_together(parts: Sequence[Part]) -> None:
 
 def _decode(
     parts: Sequence[Part], width: int = 0, panels: npt.NDArray[np.int32] | None = None
-) -> None:
-    """One call of llama_decode; parts of fewer than `width` tokens are filled up to it."""
+) -> bool:
+    """One call of llama_decode; parts of fewer than `width` tokens are filled up to it.
+
+    Returns:
+        Whether products were left to llama.cpp for the pass's width.
+    """
     shared = parts[0].context._open
     batch, n = shared.batch, 0
     for context, tokens, n_logits in parts:
@@ -383,15 +395,15 @@ def _decode(
     complaints.clear()
     n_vocab = parts[0].context.model.n_vocab
 
-    def decode() -> int:
+    def decode() -> tuple[int, bool]:
         # On the worker no other pass counts meanwhile.
         before = bridge.counts().wide
         with bridge.shortlist(panels, n_vocab):
             status = int(llama_cpp.llama_decode(shared.pointer, batch))
-        shared.left_wide |= bridge.counts().wide > before
-        return status
+        return status, bridge.counts().wide > before
 
-    status = worker.run(decode)
+    status, left_wide = worker.run(decode)
+    shared.left_wide |= left_wide
     if status != 0:
         context = parts[0].context
         raise ModelError(
@@ -402,3 +414,4 @@ def _decode(
         context._n_rows = n_logits
         context._last_width = max(width, len(tokens))
         context.length += context._last_width
+    return left_wide
