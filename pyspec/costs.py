@@ -26,6 +26,9 @@ log = logging.getLogger("pyspec.costs")
 # Between them a curve is straight enough; the last is the widest pass of a round.
 _WIDTHS = (1, 2, 4, 6, 8, 12, 16, 32)
 _TURNS = 2
+# Remembered costs over this many times those of a few passes now are not believed: they were measured while
+# the machine did something else. A draft that seems too dear is never tried: nothing would correct them.
+_TOO_DEAR = 1.6
 # How much of the difference to what was expected is believed of passes over as many tokens, and of those over
 # twice as many, half as many, or fewer or more than that.
 _FOLLOWING = 0.3
@@ -85,7 +88,10 @@ def measured_costs(context: Context) -> CostCurve:
     path = _file(context)
     try:
         stored = json.loads(path.read_text())
-        return CostCurve(stored["widths"], stored["seconds"])
+        remembered = CostCurve(stored["widths"], stored["seconds"])
+        if remembered(1) <= _TOO_DEAR * _fastest(context, [1])[1]:
+            return remembered
+        log.debug("%s: costs were remembered of a busier machine", context.model.name)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         pass
     curve = _measure(context)
@@ -116,7 +122,14 @@ def _file(context: Context) -> Path:
 
 
 def _measure(context: Context) -> CostCurve:
-    widths = [n for n in _WIDTHS if n <= min(context.n_batch, context.n_ctx)]
+    fastest = _fastest(context, [n for n in _WIDTHS if n <= min(context.n_batch, context.n_ctx)])
+    # What was held up would make a wider pass look cheaper than a narrower one.
+    seconds = list(accumulate(reversed(fastest.values()), min))
+    return CostCurve(list(fastest), seconds[::-1])
+
+
+def _fastest(context: Context, widths: list[int]) -> dict[int, float]:
+    """Seconds of the fastest of a few passes over each number of tokens."""
     fastest = dict.fromkeys(widths, float("inf"))
     # The first pass of a context finds none of its memory in place.
     for n in (widths[-1], *widths * _TURNS):
@@ -124,9 +137,7 @@ def _measure(context: Context) -> CostCurve:
         context.evaluate([0] * n, n_logits=min(n, context.n_logits))
         fastest[n] = min(fastest[n], time.perf_counter() - start)
         context.clear()
-    # What was held up would make a wider pass look cheaper than a narrower one.
-    seconds = list(accumulate(reversed(fastest.values()), min))
-    return CostCurve(widths, seconds[::-1])
+    return fastest
 
 
 def _key(context: Context) -> str:
