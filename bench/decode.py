@@ -383,7 +383,7 @@ def _matters(variable: str) -> bool:
     """Whether a variable may change what is measured."""
     if variable in ("PYSPEC_HOME", "PYSPEC_OFFLINE", "GGML_NO_BACKTRACE"):
         return False
-    return variable.startswith(("OMP_", "GOMP_", "GGML_", "PYSPEC_"))
+    return variable.startswith(("OMP_", "GGML_", "PYSPEC_"))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
@@ -117,6 +118,8 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=_end_with_parent,
+                # pyspec's own default, which is not to be the peer's.
+                env={k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"},
             )
         try:
             self._wait_until_ready(log)
