@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from pyspec.catalogue import models_folder
 from pyspec.errors import PyspecError
+from pyspec.openmp import is_ours
 
 _CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -118,8 +119,8 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=_end_with_parent,
-                # pyspec's own default, which is not to be the peer's.
-                env={k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"},
+                # What pyspec has set is not to be the peer's.
+                env={k: v for k, v in os.environ.items() if not is_ours(k, v)},
             )
         try:
             self._wait_until_ready(log)

@@ -13,9 +13,10 @@ distributed as the target alone would write it::
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from pyspec.openmp import wait_briefly
 
 if TYPE_CHECKING:
     from pyspec.engine import Engine
@@ -36,11 +37,7 @@ if TYPE_CHECKING:
     from pyspec.output import Piece, Source, Token
     from pyspec.sampling import Rule, SamplingParams
 
-# Before llama.cpp brings in OpenMP, unless the user has said how its threads wait: spinning for about 0.2 ms,
-# longer than within a pass, and then asleep. By default it is 3 ms, which is dear where another program has
-# one of the cores: passes over 5 tokens took twice as long.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+wait_briefly()
 
 __all__ = [
     "ContextOverflowError",
