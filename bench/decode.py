@@ -27,8 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -36,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import decode_report, llama_server, prompts, useless_draft
+from bench.run import append_to_log, command_line, read_log
 from pyspec.catalogue import load_catalogue, resolve
 from pyspec.errors import PyspecError
 from pyspec.squeeze import squeezed_path
@@ -275,13 +274,6 @@ class Bench:
         self._stack.close()
 
 
-def read_log(path: Path | None) -> list[Row]:
-    """The rows measured so far."""
-    if path is None or not path.exists():
-        return []
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
 def measure_all(options: argparse.Namespace, engines: Sequence[str]) -> list[Row]:
     """A row for every prompt, temperature and engine; those in the log are taken from there."""
     todo = [
@@ -291,7 +283,7 @@ def measure_all(options: argparse.Namespace, engines: Sequence[str]) -> list[Row
         for name, text in list(of_kind.items())[: options.prompts]
         for temperature in options.temperatures
     ]
-    rows = {row.key: row for row in read_log(options.log)}
+    rows = {row.key: row for row in read_log(options.log, Row)}
     wanted = [
         (kind, name, temperature, engine, options.tokens)
         for kind, name, _, temperature in todo
@@ -313,9 +305,7 @@ def measure_all(options: argparse.Namespace, engines: Sequence[str]) -> list[Row
                     if (kind, name, temperature, engine, options.tokens) not in rows:
                         row = bench.measure(kind, name, text, temperature, engine)
                         rows[row.key] = row
-                        if options.log is not None:
-                            with options.log.open("a") as log:
-                                log.write(json.dumps(asdict(row)) + "\n")
+                        append_to_log(options.log, row)
                     bars.advance(task)
     return [rows[key] for key in wanted]
 
@@ -369,21 +359,12 @@ def main() -> None:
         parser.exit(1, f"{error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\n")
-    settings = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if _matters(name)]
-    command = shlex.join([*settings, "python", "-m", "bench.decode", *sys.argv[1:]])
-    print(decode_report.markdown(rows, command, options))
+    print(decode_report.markdown(rows, command_line("bench.decode"), options))
 
 
 def _is_numbered(name: str) -> bool:
     stem, _, number = name.rpartition("-")
     return stem in ("pyspec-gamma", "llama-server") and number.isdecimal() and int(number) > 0
-
-
-def _matters(variable: str) -> bool:
-    """Whether a variable may change what is measured."""
-    if variable in ("PYSPEC_HOME", "PYSPEC_OFFLINE", "GGML_NO_BACKTRACE"):
-        return False
-    return variable.startswith(("OMP_", "GGML_", "PYSPEC_"))
 
 
 if __name__ == "__main__":

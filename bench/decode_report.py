@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.sampler import processor
+from bench.run import conditions
 
 if TYPE_CHECKING:
     from bench.decode import Row
@@ -75,9 +73,7 @@ def markdown(rows: Sequence[Row], command: str, options: argparse.Namespace) -> 
         "",
         f"    {command}",
         "",
-        f"{processor()}, {os.cpu_count()} cores, {options.threads} threads; llama-cpp-python "
-        f"{metadata.version('llama-cpp-python')}, llama-server built from the same source; "
-        f"target {options.model}, draft {options.draft}.",
+        conditions(options),
         f"{prompts} prompts, answers of up to {options.tokens} tokens; nothing is cut off the distributions.",
     ]
     for temperature in dict.fromkeys(row.temperature for row in rows):

@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -30,8 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -42,7 +39,7 @@ from rich.progress import Progress
 from bench import prompts
 from bench.decode_report import geometric_mean, table
 from bench.llama_server import LlamaServer, ServerProcess, build
-from bench.sampler import processor
+from bench.run import append_to_log, command_line, conditions, read_log
 from pyspec.catalogue import load_catalogue, resolve
 from pyspec.errors import PyspecError
 
@@ -207,16 +204,9 @@ def _texts() -> Iterator[str]:
     return chain.from_iterable(zip(*map(dict.values, prompts.load().values()), strict=False))
 
 
-def read_log(path: Path | None) -> list[Row]:
-    """The rows measured so far."""
-    if path is None or not path.exists():
-        return []
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
 def measure_all(options: argparse.Namespace) -> list[Row]:
     """A row for every server, number of clients and turn; those in the log are taken from there."""
-    rows = {row.key: row for row in read_log(options.log)}
+    rows = {row.key: row for row in read_log(options.log, Row)}
     todo: list[Key] = []
     for turn in range(options.turns):
         # No server is always the one that comes after a certain other.
@@ -239,9 +229,7 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
                 bars.update(task, description=f"turn {turn + 1}, {clients} clients, {server}")
                 row = bench.measure(server, clients, turn)
                 rows[row.key] = row
-                if options.log is not None:
-                    with options.log.open("a") as log:
-                        log.write(json.dumps(asdict(row)) + "\n")
+                append_to_log(options.log, row)
                 bars.advance(task)
     return [rows[key] for key in todo]
 
@@ -257,9 +245,7 @@ def markdown(rows: Sequence[Row], command: str, options: argparse.Namespace) -> 
         "",
         f"    {command}",
         "",
-        f"{processor()}, {os.cpu_count()} cores, {options.threads} threads; llama-cpp-python "
-        f"{metadata.version('llama-cpp-python')}, llama-server built from the same source; "
-        f"target {options.model}, draft {options.draft}.",
+        conditions(options),
         f"{options.slots} slots of {N_CTX} positions; {options.turns} turns, each with prompts of its "
         f"own, one answer of up to {options.tokens} tokens for each client, temperature 0, streamed.",
     ]
@@ -343,8 +329,7 @@ def main() -> None:
         parser.exit(1, f"{error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\n")
-    command = shlex.join(["python", "-m", "bench.serve", *sys.argv[1:]])
-    print(markdown(rows, command, options))
+    print(markdown(rows, command_line("bench.serve"), options))
 
 
 if __name__ == "__main__":

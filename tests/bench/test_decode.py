@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from bench import decode, decode_report, prompts
-from bench.decode import Row, read_log
+from bench.decode import Row
+from bench.run import read_log
 
 OPTIONS = argparse.Namespace(model="big", draft="small", threads=2, tokens=10)
 
@@ -105,9 +106,9 @@ def test_a_run_on_a_tiny_pair_and_its_continuation(
         return done.stdout
 
     run("pyspec", "pyspec-plain", "pyspec-useless")
-    measured = read_log(log)
+    measured = read_log(log, Row)
     page = run("pyspec-no-draft", "pyspec", "pyspec-plain", "pyspec-gamma-2")
-    rows = read_log(log)
+    rows = read_log(log, Row)
     assert rows[:6] == measured, "what is in the log is not measured again"
     assert [(each.temperature, each.engine) for each in rows[6:]] == [
         (0.0, "pyspec-no-draft"),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench import serve
-from bench.serve import Row, markdown, read_log
+from bench.run import read_log
+from bench.serve import Row, markdown
 
 OPTIONS = argparse.Namespace(model="big", draft="small", threads=2, slots=8, turns=2, tokens=10)
 
@@ -65,7 +66,7 @@ def test_a_run_on_a_tiny_pair_and_its_continuation(
         return done.stdout
 
     run(1)
-    measured = read_log(log)
+    measured = read_log(log, Row)
     assert [(each.clients, each.server) for each in measured] == [
         (1, "pyspec"),
         (1, "pyspec-no-draft"),
@@ -73,7 +74,7 @@ def test_a_run_on_a_tiny_pair_and_its_continuation(
         (3, "pyspec-no-draft"),
     ]
     page = run(2)
-    rows = read_log(log)
+    rows = read_log(log, Row)
     assert rows[:4] == measured, "what is in the log is not measured again"
     assert [each.server for each in rows[4:]] == ["pyspec-no-draft", "pyspec"] * 2
     assert all(0 < each.tokens <= 8 * each.clients and each.rate > 0 for each in rows)
