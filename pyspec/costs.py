@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -148,12 +149,17 @@ def _key(context: Context) -> str:
         context.n_logits > 1,
         None if context.panels is None else len(context.panels),
         bridge.attach_kernels().instructions,
-        hashlib.sha256(Path(inspect.getfile(_cspec)).read_bytes()).hexdigest(),
+        _library_hash(),
         version(),
         system_info(),
         _cpu(),
     )
     return hashlib.sha256(repr(circumstances).encode()).hexdigest()[:32]
+
+
+@cache
+def _library_hash() -> str:
+    return hashlib.sha256(Path(inspect.getfile(_cspec)).read_bytes()).hexdigest()
 
 
 def _fingerprint(model: Model) -> str:
