@@ -204,7 +204,7 @@ def bit_exact_reason(
     gpu_layers: int = 0,
     swa_full: bool = True,
     reused: bool = False,
-    depended: bool = False,
+    shared_wide: bool = False,
 ) -> str | None:
     """Why logits may depend on how many tokens are evaluated together; None when they do not.
 
@@ -216,7 +216,7 @@ def bit_exact_reason(
         swa_full: Whether layers with a sliding window have cells for the whole context.
         reused: Whether cells of the prompt were evaluated for another text, in passes of other widths, and
             some of the model's products are left to llama.cpp in wide ones.
-        depended: Whether such products were in a pass shared with other requests.
+        shared_wide: Whether such products were in a pass shared with other requests.
     """
     status = attach()
     if not status.attached:
@@ -233,7 +233,7 @@ def bit_exact_reason(
         return f"passes of {width} tokens are wider than {_exact_width}"
     if counts().unknown:
         return "llama.cpp computes a matrix product of a kind that the bridge does not know"
-    if depended:
+    if shared_wide:
         return (
             "a pass was shared with other requests, and llama.cpp's products in passes wider than "
             f"{_exact_width} tokens depend on the width"

@@ -332,14 +332,14 @@ class Engine:
                     tokens = generation.propose(width - 1, len(generations))
                     parts[generation] = Part(generation.slot.context, tokens, len(tokens))
             start = time.perf_counter()
-            depends_on_width = bool(parts) and evaluate_together(
+            shared_wide = bool(parts) and evaluate_together(
                 [*parts.values(), *self._between(list(parts.values()))]
             )
             verify_s = time.perf_counter() - start
             pieces: dict[Generation, Piece] = {}
             for generation in parts:
                 with _ending_alone(generation):
-                    pieces[generation] = generation.conclude(verify_s, depends_on_width)
+                    pieces[generation] = generation.conclude(verify_s, shared_wide)
                     if generation.finished and not generation.costs_fit:
                         forget_costs(parts[generation].context)
         return pieces

@@ -108,7 +108,7 @@ class Generation:
         self._output = Output(slot.context.model, sampler.params.stop)
         self._plan: Plan = Settled()
         self._proposal = Proposal()
-        self._depends_on_width = False
+        self._shared_wide = False
         self._draft_s = 0.0
         self._slot: Slot | None = slot
         slot.ids, slot.generation = ids, self
@@ -231,15 +231,15 @@ class Generation:
             room, drafter.backlog(self.ids), None if known is None else known.confidence
         )
 
-    def conclude(self, verify_s: float, depends_on_width: bool) -> Piece:
+    def conclude(self, verify_s: float, shared_wide: bool) -> Piece:
         """Verify the proposal with the logits of the pass, commit what stands, and roll back the rest.
 
         Args:
             verify_s: Seconds that the pass took.
-            depends_on_width: Whether its logits do: it was wide, and not all products are the kernels'.
+            shared_wide: Whether its logits do: it was wide, and not all products are the kernels'.
         """
         self.statistics.verify_s += verify_s
-        self._depends_on_width |= depends_on_width
+        self._shared_wide |= shared_wide
         with self.statistics.timed("sample_s"):
             shown = self._output.push(emitted := self._verify(verify_s))
             self.ids += [token.id for token in emitted]
@@ -257,7 +257,7 @@ class Generation:
             statistics.bit_exact_reason = self.slot.context.bit_exact_reason(
                 len(statistics.accepted_histogram),
                 reused=statistics.cached_tokens > 0,
-                depended=self._depends_on_width,
+                shared_wide=self._shared_wide,
             )
             self.close()
         return Piece(tuple(shown), statistics if reason else None)

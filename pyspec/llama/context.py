@@ -251,20 +251,20 @@ class Context:
         return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
 
     def bit_exact_reason(
-        self, width: int, *, reused: bool = False, depended: bool = False
+        self, width: int, *, reused: bool = False, shared_wide: bool = False
     ) -> str | None:
         """Why logits may depend on how many tokens are evaluated together; None if they do not.
 
         Args:
             width: Tokens of the widest pass whose logits matter.
             reused: Whether cells of the prompt were evaluated for another text, in passes of other widths.
-            depended: Whether a pass shared with other sequences was one whose logits depend on its width.
+            shared_wide: Whether a pass shared with other sequences was one whose logits depend on its width.
         """
         return bridge.bit_exact_reason(
             width=width,
             extra_buffers=self.model.use_extra_bufts,
             reused=reused and self._open.left_wide,
-            depended=depended,
+            shared_wide=shared_wide,
         )
 
     def truncate(self, length: int) -> None:
@@ -400,10 +400,11 @@ def _decode(
         before = bridge.counts().wide
         with bridge.shortlist(panels, n_vocab):
             status = int(llama_cpp.llama_decode(shared.pointer, batch))
-        return status, bridge.counts().wide > before
+        left_wide = bridge.counts().wide > before
+        shared.left_wide |= left_wide
+        return status, left_wide
 
     status, left_wide = worker.run(decode)
-    shared.left_wide |= left_wide
     if status != 0:
         context = parts[0].context
         raise ModelError(
