@@ -20,7 +20,8 @@ from pyspec import worker
 from pyspec.costs import CostCurve, forget_costs, measured_costs
 from pyspec.drafters import Drafter
 from pyspec.drafters.foreign import drafter_of
-from pyspec.drafters.ngram import NgramDrafter
+from pyspec.drafters.model import ModelDrafter
+from pyspec.drafters.ngram import MOST_GUESSED, NgramDrafter
 from pyspec.errors import (
     ContextOverflowError,
     LogitsError,
@@ -132,9 +133,12 @@ class Engine:
                 "n_ctx": draft_ctx or self.n_ctx,
                 "n_batch": n_batch,
                 "threads": draft_threads or threads,
+                "n_logits": 1 + MOST_GUESSED if NGRAM in drafts else 1,
             }
             for each in drafts:
                 self._add_drafter(each, draft_settings)
+            for slot in self._slots:
+                _guide(slot.drafters)
             if self.gamma == AUTO and drafts:
                 for slot in self._slots:
                     self._measure(slot)
@@ -466,6 +470,14 @@ def _runs(numbers: Iterable[int]) -> list[range]:
         else:
             runs.append(range(number, number + 1))
     return runs
+
+
+def _guide(drafters: Sequence[Drafter]) -> None:
+    """Have the draft models look at what the n-gram drafter would copy."""
+    guide = next((drafter for drafter in drafters if isinstance(drafter, NgramDrafter)), None)
+    for drafter in drafters:
+        if isinstance(drafter, ModelDrafter):
+            drafter.guide = guide
 
 
 def _common(held: Sequence[int], ids: Sequence[int]) -> int:

@@ -228,7 +228,10 @@ class Generation:
         room = min(room, drafter.room(self.ids)) if room > 0 else 0
         known = drafter.peek(self.ids, room) if room > 0 else None
         return Candidate(
-            room, drafter.backlog(self.ids), None if known is None else known.confidence
+            room,
+            drafter.backlog(self.ids),
+            confidence=None if known is None else known.confidence,
+            guided=drafter.guided,
         )
 
     def conclude(self, verify_s: float, shared_wide: bool) -> Piece:

@@ -135,11 +135,14 @@ class Candidate:
         room: Most tokens that it can draft.
         backlog: Tokens that it has to evaluate before its first draft.
         confidence: In the tokens that it would propose, where it knows them without drawing.
+        guided: Whether it draws along what another would copy. While it pays, copies alone are not proposed:
+            it tells the right ones from the wrong ones in about a step, and goes on past their end.
     """
 
     room: int
     backlog: int = 1
     confidence: Sequence[float] | None = None
+    guided: bool = False
 
 
 class Plan(Protocol):
@@ -153,8 +156,8 @@ class Plan(Protocol):
     def most(self) -> int:
         """Most tokens to draft."""
 
-    def go_on(self, confidence: float) -> bool:
-        """Whether to draw another token, after one with this confidence."""
+    def go_on(self, confidence: float, *, evaluated: bool = False) -> bool:
+        """Whether to draw another token, as drafters.GoOn."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,9 @@ class Settled:
     source: int | None = None
     most: int = 0
 
-    def go_on(self, _confidence: float) -> bool:
+    def go_on(self, confidence: float, *, evaluated: bool = False) -> bool:
         """Up to `most`."""
+        del confidence, evaluated
         return True
 
 
@@ -263,23 +267,28 @@ class Planner:
         """
         self._share = share if self._observe_time else 1
         best: Plan = Settled()
-        best_gain = 0.0
-        for index, (source, candidate) in enumerate(zip(self._sources, candidates, strict=True)):
-            if candidate.room <= 0:
-                continue
-            if candidate.confidence is not None:
-                gain, most = self._gain_of_known(source, candidate)
-                plan: Plan = Settled(index, most)
-            else:
-                gain = self._gain_of_first(index, candidate)
-                plan = _Drawing(self, index, candidate.room)
-                if gain > 0:
-                    source.rest, source.next_rest = 0, _FIRST_REST
-                elif source.wants_another_try() and self._can_try(source, candidate):
-                    gain, plan = math.inf, Settled(index, 1)
-            if gain > best_gain:
-                best, best_gain = plan, gain
+        best_gain, guided = 0.0, False
+        for index, candidate in enumerate(candidates):
+            if candidate.room > 0 and candidate.confidence is None:
+                gain, plan = self._drawing(index, candidate)
+                guided |= candidate.guided and gain > 0
+                if gain > best_gain:
+                    best, best_gain = plan, gain
+        for index, candidate in enumerate(candidates):
+            if candidate.room > 0 and candidate.confidence is not None and not guided:
+                gain, most = self._gain_of_known(self._sources[index], candidate)
+                if gain > best_gain:
+                    best, best_gain = Settled(index, most), gain
         return best
+
+    def _drawing(self, index: int, candidate: Candidate) -> tuple[float, Plan]:
+        """What drawing from a model is worth, and the plan of it; infinitely much if it is time for a try."""
+        source, gain = self._sources[index], self._gain_of_first(index, candidate)
+        if gain > 0:
+            source.rest, source.next_rest = 0, _FIRST_REST
+        elif source.wants_another_try() and self._can_try(source, candidate):
+            return math.inf, Settled(index, 1)
+        return gain, _Drawing(self, index, candidate.room)
 
     def _can_try(self, source: _Source, candidate: Candidate) -> bool:
         """Whether the time of another try, catching up included, is a small part of the request's so far."""
@@ -316,7 +325,14 @@ class Planner:
         )
 
     def gain_of_drawing(
-        self, *, index: int, drawn: int, left: int, probability: float, once: float = 0.0
+        self,
+        *,
+        index: int,
+        drawn: int,
+        left: int,
+        probability: float,
+        once: float = 0.0,
+        evaluated: bool = False,
     ) -> float:
         """The most that drawing on is worth: tokens beyond what the time would give anyway.
 
@@ -326,13 +342,14 @@ class Planner:
             left: Most that may yet be drawn.
             probability: P(the next one is reached and accepted).
             once: Seconds that the first takes beyond a step.
+            evaluated: Whether the first takes no step.
         """
         source, rate, checked = self._sources[index], self.rate, self._pass(drawn + 1)
         best, tokens, seconds = -math.inf, 0.0, once
         for k in range(1, min(left, _HORIZON) + 1):
             tokens += probability
             probability *= source.acceptance.overall
-            seconds += source.step(1)
+            seconds += 0.0 if evaluated and k == 1 else source.step(1)
             extra = seconds + self._pass(drawn + 1 + k) - checked
             best = max(best, tokens - rate * extra)
         return best
@@ -393,7 +410,7 @@ class _Drawing:
         self._drawn = 0
         self._reached = 1.0
 
-    def go_on(self, confidence: float) -> bool:
+    def go_on(self, confidence: float, *, evaluated: bool = False) -> bool:
         acceptance = self._planner.acceptance(self._index)
         self._drawn += 1
         self._reached *= acceptance.drawn(confidence)
@@ -402,6 +419,7 @@ class _Drawing:
             drawn=self._drawn,
             left=self.most - self._drawn,
             probability=self._reached * acceptance.following(confidence),
+            evaluated=evaluated,
         )
         return gain > 0
 

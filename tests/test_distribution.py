@@ -355,14 +355,17 @@ PLANNED_CASES = [
 ]
 
 
-@pytest.fixture
-def planned(short_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
+@pytest.fixture(params=[False, True], ids=["beside copies", "guided by copies"])
+def planned(
+    short_pair: Pair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Pair:
     """The pair with an n-gram drafter, and costs at which each of several lengths pays now and then."""
-    engine = short_pair.engine
+    engine, ngram = short_pair.engine, NgramDrafter(min_match=1)
     drafter = engine._slots[0].drafters[0]
+    monkeypatch.setattr(drafter, "guide", ngram if request.param else None)
     monkeypatch.setattr(engine, "_costs", CostCurve((1, 2, 9), (1.0, 1.02, 1.9)))
     monkeypatch.setattr(drafter, "costs", CostCurve((1, 2), (0.12, 0.13)))
-    monkeypatch.setattr(engine._slots[0], "drafters", [drafter, NgramDrafter(min_match=1)])
+    monkeypatch.setattr(engine._slots[0], "drafters", [drafter, ngram])
     return short_pair
 
 
@@ -379,7 +382,8 @@ def test_the_planner_of_these_costs_drafts_now_more_and_now_less(planned: Pair) 
     )
     *_, last = planned.engine.generate(REPEATING_PROMPT, replace(params, seed=5), gamma=AUTO)
     assert last.statistics is not None
-    assert set(last.statistics.sources) == {"short-draft.gguf", "ngram"}
+    guided = planned.engine._slots[0].drafters[0].guided
+    assert set(last.statistics.sources) == {"short-draft.gguf", *([] if guided else ["ngram"])}
     assert len([n for n in last.statistics.accepted_histogram if n]) > 2
 
 

@@ -294,6 +294,26 @@ def test_rates_start_from_a_prior_and_end_at_what_is_observed() -> None:
     assert math.isclose(acceptance.following(0.55), acceptance.drawn(0.99), abs_tol=0.05)
 
 
+def test_a_draft_that_draws_along_the_copies_is_preferred_to_them_while_it_pays() -> None:
+    copies = Candidate(MOST, confidence=[0.99] * MOST)
+    costs, draft = CURVES["ours"], DRAFTS["model"]
+    planner = Planner(costs, [draft, None])
+    assert planner.plan([Candidate(MOST), copies]).source == 1
+    assert planner.plan([Candidate(MOST, guided=True), copies]).source == 0
+    assert planner.plan([Candidate(0, guided=True), copies]).source == 1
+    dear = Planner(costs, [line(0.1, 0.001), None])
+    assert dear.plan([Candidate(MOST, guided=True), copies]).source == 1
+
+
+def test_a_token_that_takes_no_step_is_drawn_at_less_confidence() -> None:
+    # At d = v(1) / 2 and a flat curve a step is worth half a token: 0.4 is less, but more than nothing.
+    planner = Planner(line(0.036, 0.0001), [line(0.018, 0.0001)])
+    for evaluated in (False, True):
+        plan = planner.plan([Candidate(2)])
+        assert plan.source == 0
+        assert plan.go_on(0.4, evaluated=evaluated) == evaluated
+
+
 def test_a_fixed_gamma_takes_the_first_drafter_that_has_something() -> None:
     known = Candidate(9, confidence=[0.5])
     assert FixedGamma(4).plan([Candidate(0), known, Candidate(9)]).source == 1

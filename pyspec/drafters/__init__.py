@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,8 +29,21 @@ class Proposal:
     match_length: int = 0
 
 
-def always(_confidence: float) -> bool:
+class GoOn(Protocol):
+    """Whether to draw another token, asked after each that was drawn."""
+
+    def __call__(self, confidence: float, *, evaluated: bool = False) -> bool:
+        """Decide.
+
+        Args:
+            confidence: In the token drawn last.
+            evaluated: Whether what follows it is already computed, so that another takes no time.
+        """
+
+
+def always(confidence: float, *, evaluated: bool = False) -> bool:
     """Go on drawing: for a fixed gamma."""
+    del confidence, evaluated
     return True
 
 
@@ -44,6 +57,11 @@ class Drafter(Protocol):
 
     name: str
     costs: CostCurve | None = None
+
+    @property
+    def guided(self) -> bool:
+        """Whether it draws what the n-gram drafter would copy, where it agrees, at next to no cost."""
+        return False
 
     def measure(self) -> None:
         """Find out its costs; its cache is empty, before and after."""
@@ -72,7 +90,7 @@ class Drafter(Protocol):
         sampler: Sampler,
         *,
         round_: int,
-        go_on: Callable[[float], bool] = always,
+        go_on: GoOn = always,
     ) -> Proposal:
         """Draw at most gamma tokens that may follow ids.
 
@@ -81,8 +99,7 @@ class Drafter(Protocol):
             gamma: 1 or more.
             sampler: The request's.
             round_: Number of the round in the request.
-            go_on: Asked after each drawn token but the last, with the confidence in it, whether to draw
-                another.
+            go_on: Asked after each drawn token but the last.
         """
 
     def roll_back(self, length: int) -> None:

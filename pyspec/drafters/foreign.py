@@ -7,13 +7,13 @@ Vocabularies", 2025: token-level intersection.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from pyspec.costs import measured_costs
-from pyspec.drafters import Drafter, Proposal, always
+from pyspec.drafters import Drafter, GoOn, Proposal, always
 from pyspec.drafters.model import ModelDrafter
 from pyspec.errors import NoTokenError
 from pyspec.llama import Context, Logits, Model
@@ -75,7 +75,7 @@ class ForeignDrafter(Drafter):
         sampler: Sampler,
         *,
         round_: int,
-        go_on: Callable[[float], bool] = always,
+        go_on: GoOn = always,
     ) -> Proposal:
         """Draw tokens one after another, feeding each back.
 

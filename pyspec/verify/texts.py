@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pyspec.drafters import Drafter, Proposal, always
+from pyspec.drafters import Drafter, GoOn, Proposal, always
 from pyspec.engine import MAX_WIDTH, Engine, Gamma
 from pyspec.llama import Model
 from pyspec.metrics import Statistics
@@ -43,7 +43,7 @@ class RandomDrafter(Drafter):
         sampler: Sampler,  # noqa: ARG002
         *,
         round_: int,  # noqa: ARG002
-        go_on: Callable[[float], bool] = always,  # noqa: ARG002
+        go_on: GoOn = always,  # noqa: ARG002
     ) -> Proposal:
         """Draw gamma tokens, each with a one-hot q: whichever came, it was certain to come."""
         tokens: list[int] = self._random.integers(0, self._n_vocab, gamma).tolist()

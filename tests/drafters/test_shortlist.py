@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from pyspec import bridge
-from pyspec.drafters import Proposal, always
+from pyspec.drafters import GoOn, Proposal, always
 from pyspec.drafters.model import ModelDrafter
 from pyspec.drafters.shortlist import Shortlist
 from pyspec.engine import Engine
@@ -240,7 +240,7 @@ class NotRenormalised(ModelDrafter):
         sampler: Sampler,
         *,
         round_: int,
-        go_on: Callable[[float], bool] = always,
+        go_on: GoOn = always,
     ) -> Proposal:
         proposal = super().propose(ids, gamma, sampler, round_=round_, go_on=go_on)
         for q in proposal.q:
