@@ -32,6 +32,9 @@ _CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_UI=OFF",
+    # GCC's _tile_loadconfig (12 at least) does not say that it reads all of the configuration: writes to it
+    # are dropped as dead, and llama.cpp's kernels for AMX end the process with an invalid instruction.
+    "-DCMAKE_CXX_FLAGS=-fno-dse -fno-tree-dse",
 )
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LONGEST_START = 300.0  # seconds; the weights may have to come from disk
