@@ -54,6 +54,7 @@ INSTRUCTIONS = [
         lib.CSPEC_MATMUL_AVX2,
         lib.CSPEC_MATMUL_AVXVNNI,
         lib.CSPEC_MATMUL_AVX512,
+        lib.CSPEC_MATMUL_AMX,
     )
     if lib.cspec_matmul_has(level)
 ]
@@ -309,7 +310,7 @@ def quantised_activations(kind: Type, x: Floats) -> Bytes:
     out = aligned(lib.cspec_matmul_activations_size(kind, n_k, n_tokens))
     n_blocks = n_k // block_size(kind)
     inner.matmul_quantise(
-        inner.matmul_find_type(kind), n_blocks, tokens, n_tokens, address(out), 0, n_blocks
+        inner.matmul_find_type(kind), BEST, n_blocks, tokens, n_tokens, address(out), 0, n_blocks
     )
     return out
 
