@@ -4,12 +4,11 @@
 
 #include <string.h>
 
-/* AVX-512's kernels, and their layout, are as good for so few tokens. */
-enum { FEW_TOKENS = 2 };
-
+/* AMX's kernels do much the same work for one token as for 16: for as many as are one tile of AVX-512's these are faster, or
+ * hardly slower. */
 bool matmul_in_rows(const struct matmul_type *type, int32_t level, int64_t n_tokens)
 {
-    return level == MATMUL_AMX && n_tokens > FEW_TOKENS && type->scales != NO_SCALE;
+    return level == MATMUL_AMX && type->block == 256 && n_tokens > MATMUL_TOKENS;
 }
 
 int64_t matmul_tiles(bool in_rows, int64_t n_tokens)
@@ -29,14 +28,9 @@ size_t matmul_token_size(const struct matmul_type *type, int64_t n_blocks)
     return (size_t)n_blocks * (size_t)type->record;
 }
 
-static bool has_min(const struct matmul_type *type)
-{
-    return type->scales == SCALE_MIN || type->scales == SCALES_6_MINS || type->scales == SCALES_4_MINS;
-}
-
 int32_t matmul_row_words(const struct matmul_type *type)
 {
-    return type->block == 256 && has_min(type) ? (type->record - 256) / 4 : 2;
+    return type->offset == 0 ? (type->record - 256) / 4 : 2;
 }
 
 /* The sum of 8 int8, 128 higher to be unsigned, in quarters of a word: the compiler's own way is to extract each. */
@@ -83,8 +77,8 @@ static inline __attribute__((always_inline)) float quantise(const float *x, cons
 /* Where one token's blocks are put: 4 quants to a word, and other words. Steps are in bytes. */
 struct place {
     uint8_t *quants, *words;          /* of the first block */
-    size_t quants_step, words_step;   /* from one word to the next; quants_step 0: in rows of 64 */
-    size_t row;                       /* from one row to the next */
+    size_t quants_step, words_step;   /* from one word to the next; of quants in rows: none */
+    size_t row;                       /* from one row of 64 quants to the next */
     size_t quants_block, words_block; /* from one block to the next */
 };
 
@@ -92,21 +86,6 @@ static inline void put(uint8_t **to, size_t step, const void *word)
 {
     memcpy(*to, word, 4);
     *to += step;
-}
-
-static inline __attribute__((always_inline)) void put_quants(const struct place *to, int64_t block, const int8_t *q,
-                                                            const int32_t n)
-{
-    uint8_t *at = to->quants + (size_t)block * to->quants_block;
-    if (to->quants_step == 0) {
-        for (int32_t i = 0; i < n; i += 64, at += to->row) {
-            memcpy(at, q + i, n < 64 ? (size_t)n : 64);
-        }
-        return;
-    }
-    for (int32_t i = 0; i < n; i += 4) {
-        put(&at, to->quants_step, q + i);
-    }
 }
 
 /* In each of these: n_blocks blocks of one token. */
@@ -126,7 +105,10 @@ CSPEC_CLONES static void put_32(const float *x, int64_t n_blocks, const struct p
         int32_t sums[2];
         uint8_t *at = to->words + (size_t)b * to->words_block;
         const float scale = quantise(x, 32, q, sums);
-        put_quants(to, b, q, 32);
+        uint8_t *quants = to->quants + (size_t)b * to->quants_block;
+        for (int32_t i = 0; i < 8; i++) {
+            put(&quants, to->quants_step, q + 4 * i);
+        }
         put(&at, to->words_step, &scale);
         const int32_t sum = sums[0] + sums[1], initial = -offset * sum;
         const float as_float = (float)sum;
@@ -143,7 +125,13 @@ CSPEC_CLONES static void put_256(const float *x, int64_t n_blocks, const struct 
         int32_t sums[16];
         uint8_t *at = to->words + (size_t)b * to->words_block;
         const float scale = quantise(x, 256, q, sums);
-        put_quants(to, b, q, 256);
+        uint8_t *quants = to->quants + (size_t)b * to->quants_block;
+        for (int32_t i = 0; in_rows && i < 4; i++) {
+            memcpy(quants + (size_t)i * to->row, q + 64 * i, 64);
+        }
+        for (int32_t i = 0; !in_rows && i < 64; i++) {
+            put(&quants, to->quants_step, q + 4 * i);
+        }
         if (offset != 0 && in_rows) {
             int32_t sum = 0;
             for (int32_t i = 0; i < 16; i++) {
@@ -171,12 +159,12 @@ static struct place place_of(const struct matmul_type *type, bool in_rows, int64
 {
     const size_t token = (size_t)n_blocks, k = (size_t)type->block, before = (size_t)block * n;
     if (in_rows) {
-        const size_t words = 4 * (size_t)matmul_row_words(type), row = k < 64 ? k : 64;
+        const size_t words = 4 * (size_t)matmul_row_words(type);
         const size_t blocks = (size_t)start * token + before; /* of other tiles, and of this one */
         return (struct place){
-            activations + blocks * k + t * row,
+            activations + blocks * k + t * 64,
             activations + (size_t)n_tokens * token * k + (blocks + t) * words,
-            0, 4, row * n, k * n, words * n};
+            0, 4, 64 * n, k * n, words * n};
     }
     const size_t record = (size_t)type->record * n;
     uint8_t *quants = activations + (size_t)start * matmul_token_size(type, n_blocks) + (size_t)block * record + 4 * t;

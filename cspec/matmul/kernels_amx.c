@@ -1,12 +1,13 @@
-/* Kernels for AMX: a tile of a panel's bytes, 64 k of 16 rows, times a tile of up to 16 tokens' activations.
+/* Kernels for AMX: 64 k of a panel's 16 rows, a tile register full, times 64 k of up to 16 tokens.
  *
  * The unit that multiplies tiles takes as long for 8 tokens as eight dot products take for one, so whatever is done for
- * each sub-block and token would be most of the work. Where a block has integer scales the unpacked quants are therefore
- * multiplied by them, in two parts that fit bytes, and one pair of sums goes through the whole block:
+ * each sub-block and token would be most of the work. The unpacked quants are therefore multiplied by the sub-blocks' integer
+ * scales, in two parts that fit bytes, and one pair of sums goes through the whole block:
  *
- *     sum over j of scale[j] * (q . x of sub-block j)  =  low . x  +  high . x * 2^shift
+ *     sum over j of scale[j] * (q . x of sub-block j)  =  first . x  +  second . x * 2^shift
  *
- * an integer, and the same as kernels_c.c's in whatever order it is added up. */
+ * an integer, and the same as kernels_c.c's in whatever order it is added up. Types with one scale, a float, to 32 k have no
+ * such way, and AVX-512 is as fast for them. */
 #include "matmul.h"
 
 #ifdef MATMUL_AMX_BUILT
@@ -26,22 +27,36 @@
 #define DOT_SIGNED(sums, x, weights) \
     __asm__ volatile("tdpbssd %%tmm" #weights ", %%tmm" #x ", %%tmm" #sums::)
 
-/* Tiles: 0 to 3 sums; 4 and 5 activations; 6 and 7 weights. Where there are more than 16 tokens, sums and activations are
- * of two halves with equally many, which overlap by a token where their number is odd. */
-enum { HALF = MATMUL_ROW_TOKENS / 2, WEIGHTS = 6 };
+/* Tile registers: 0 to 3 sums; 4 and 5 activations; 6 and 7 weights. The tokens of a tile are cut into parts of equally
+ * many, up to 16, of which the last two overlap where they do not come out even. Two parts at a time meet the weights. */
+enum { PART = 16, WEIGHTS = 6 };
 
-struct matmul_tile_config matmul_amx_config(const struct matmul_type *type, int32_t n_tokens)
+static inline int32_t count_parts(int32_t n)
 {
-    const int32_t rows = n_tokens > HALF ? (n_tokens + 1) / 2 : n_tokens, bytes = type->block == 32 ? 32 : 64;
+    return (n + PART - 1) / PART;
+}
+
+static inline int32_t part_size(int32_t n)
+{
+    return (n + count_parts(n) - 1) / count_parts(n);
+}
+
+static inline int32_t part_start(int32_t n, int32_t part)
+{
+    const int32_t size = part_size(n);
+    return (part + 1) * size <= n ? part * size : n - size;
+}
+
+struct matmul_tile_config matmul_amx_config(int32_t n_tokens)
+{
     struct matmul_tile_config config = {.palette = 1};
     for (int32_t tile = 0; tile < 8; tile++) {
-        config.rows[tile] = (uint8_t)(tile < WEIGHTS ? rows : bytes / 4);
-        config.row_bytes[tile] = (uint16_t)(tile == 4 || tile == 5 ? bytes : 64);
+        config.rows[tile] = (uint8_t)(tile < WEIGHTS ? part_size(n_tokens) : 16);
+        config.row_bytes[tile] = 64;
     }
     return config;
 }
 
-/* sums[half][i]: [16 tokens][16 rows] */
 typedef int32_t tile_sums[16][MATMUL_ROWS];
 
 INLINE void store(uint8_t *at, ints value)
@@ -53,151 +68,6 @@ INLINE floats *result_of(float *results, int32_t t)
 {
     return (floats *)(void *)(results + t * MATMUL_ROWS);
 }
-
-/* ---- blocks of 32 k ------------------------------------------------------------------------------ */
-
-enum { CHUNK = 4 /* blocks that are multiplied together */ };
-
-/* Bytes of a block's body. */
-INLINE int body_size(enum quants quants, enum scales scales)
-{
-    return group_bytes(quants) + (scales == SCALE_MIN ? 64 : 0);
-}
-
-/* Unpacks n_blocks blocks, unless their quants are whole bytes. */
-INLINE void unpack_chunk(enum quants quants, enum scales scales, const int n_blocks, const uint8_t *body, uint8_t *to)
-{
-    const int size = body_size(quants, scales);
-    for (int j = 0; quants != BYTES && j < n_blocks; j++, body += size, to += 512) {
-        const uint8_t *at = scales == SCALE_MIN ? body + 64 : body;
-        ints packed = _mm512_setzero_si512();
-        const ints high = high_bits(quants, at, 0);
-        UNROLL for (int i = 0; i < 8; i++)
-        {
-            if (i % per_packed(quants) == 0) {
-                packed = load(at + packed_at(quants, i));
-            }
-            store(to + i * 64, unpack(quants, packed, high, i));
-        }
-    }
-}
-
-#define DOT_BLOCK(j)                                                      \
-    if (n_blocks > j) {                                                   \
-        LOAD_TILE(6, weights + j * step, 64);                             \
-        LOAD_TILE(4, x + (j * n + start) * 32, 32);                       \
-        CLEAR_TILE(j);                                                    \
-        DOT_UNSIGNED(j, 4, 6);                                            \
-    }
-
-INLINE void dot_chunk(const int n_blocks, const uint8_t *weights, const int step, const uint8_t *x, int32_t n,
-                      int32_t start)
-{
-    DOT_BLOCK(0)
-    DOT_BLOCK(1)
-    DOT_BLOCK(2)
-    DOT_BLOCK(3)
-}
-
-INLINE void store_chunk(const int n_blocks, tile_sums *sums)
-{
-    STORE_TILE(0, sums[0]);
-    if (n_blocks > 1) {
-        STORE_TILE(1, sums[1]);
-        STORE_TILE(2, sums[2]);
-        STORE_TILE(3, sums[3]);
-    }
-}
-
-/* The results of the tokens from `start` on. */
-INLINE void finish_32(enum quants quants, enum scales scales, const int n_blocks, const uint8_t *head,
-                      const uint8_t *body, const uint8_t *words, int32_t n, int32_t start, int32_t end,
-                      const tile_sums *sums, float *results)
-{
-    const int has_min = scales == SCALE_MIN, size = body_size(quants, scales);
-    floats scale[CHUNK], min[CHUNK];
-    UNROLL for (int j = 0; j < n_blocks; j++)
-    {
-        scale[j] = load_halves(has_min ? body + j * size : head + j * 32);
-        min[j] = has_min ? load_halves(body + j * size + 32) : _mm512_setzero_ps();
-    }
-    for (int32_t t = start; t < end; t++) {
-        floats result = *result_of(results, t);
-        UNROLL for (int j = 0; j < n_blocks; j++)
-        {
-            const uint8_t *word = words + (j * n + t) * 8;
-            ints sum = _mm512_load_si512(sums[j][t - start]);
-            if (!has_min) {
-                sum = _mm512_add_epi32(sum, token_word(word, 1));
-            }
-            floats value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale[j]);
-            if (has_min) {
-                value = _mm512_fmadd_ps(min[j], token_float(word, 1), value);
-            }
-            result = _mm512_fmadd_ps(value, token_float(word, 0), result);
-        }
-        *result_of(results, t) = result;
-    }
-}
-
-/* n_runs times n_blocks blocks. What a step waits for is begun a step before it: weights are unpacked a chunk before they are
- * multiplied (a tile is loaded only when the stores to it have left the core, which they do in the order of the program),
- * and sums are used when the next are on their way. */
-INLINE void multiply_runs(enum quants quants, enum scales scales, const int n_blocks, const uint8_t *head,
-                          const uint8_t *body, const uint8_t *ahead, const uint8_t *x, const uint8_t *words, int32_t n,
-                          int64_t n_runs, float *results)
-{
-    const int has_min = scales == SCALE_MIN, size = body_size(quants, scales);
-    const int head_bytes = has_min ? 0 : n_blocks * 32, body_bytes = n_blocks * size;
-    const int step = quants == BYTES ? size : 512;
-    const int32_t half = n > HALF ? n / 2 : 0;
-    _Alignas(64) uint8_t unpacked[2][CHUNK * 512];
-    _Alignas(64) tile_sums sums[CHUNK];
-    unpack_chunk(quants, scales, n_blocks, body, unpacked[0]);
-    for (int64_t run = 0; run < n_runs; run++) {
-        const uint8_t *weights = quants == BYTES ? body + (has_min ? 64 : 0) : unpacked[run % 2];
-        fetch_ahead(ahead, head_bytes + body_bytes);
-        ahead += head_bytes + body_bytes;
-        if (run + 1 < n_runs) {
-            unpack_chunk(quants, scales, n_blocks, body + body_bytes, unpacked[(run + 1) % 2]);
-        }
-        dot_chunk(n_blocks, weights, step, x, n, 0);
-        if (run > 0) {
-            finish_32(quants, scales, n_blocks, head - head_bytes, body - body_bytes, words - n_blocks * 8 * n, n, half,
-                      n, sums, results);
-        }
-        store_chunk(n_blocks, sums);
-        if (n > HALF) {
-            /* Of an odd number of tokens the one in the middle is computed again, not finished again. */
-            dot_chunk(n_blocks, weights, step, x, n, half);
-            finish_32(quants, scales, n_blocks, head, body, words, n, 0, half, sums, results);
-            store_chunk(n_blocks, sums);
-        }
-        head += head_bytes;
-        body += body_bytes;
-        x += n_blocks * 32 * n;
-        words += n_blocks * 8 * n;
-    }
-    finish_32(quants, scales, n_blocks, head - head_bytes, body - body_bytes, words - n_blocks * 8 * n, n, half, n, sums,
-              results);
-}
-
-INLINE void multiply_32(enum quants quants, enum scales scales, const uint8_t *head, const uint8_t *body,
-                        const uint8_t *x, const uint8_t *words, int32_t n, int64_t n_blocks, float *results)
-{
-    const int head_bytes = scales == SCALE_MIN ? 0 : 32, body_bytes = body_size(quants, scales);
-    const int64_t chunks = n_blocks / CHUNK, done = chunks * CHUNK;
-    if (chunks > 0) {
-        multiply_runs(quants, scales, CHUNK, head, body, head, x, words, n, chunks, results);
-    }
-    if (done < n_blocks) {
-        multiply_runs(quants, scales, 1, head + done * head_bytes, body + done * body_bytes,
-                      head + done * (head_bytes + body_bytes), x + done * 32 * n, words + done * 8 * n, n,
-                      n_blocks - done, results);
-    }
-}
-
-/* ---- blocks of 256 k ----------------------------------------------------------------------------- */
 
 INLINE int with_mins(enum scales scales)
 {
@@ -303,7 +173,7 @@ INLINE void unpack_scaled(enum quants quants, enum scales scales, const uint8_t 
 }
 
 /* The results of tokens `first` to `end` - 1, whose sums begin with token `first`. */
-INLINE void finish_half(enum scales scales, floats weight_scale, floats min_scale, const ints *mins,
+INLINE void finish_part(enum scales scales, floats weight_scale, floats min_scale, const ints *mins,
                         const uint8_t *words, int32_t first, int32_t end, const tile_sums *sums, float *results)
 {
     const int n_sums = with_mins(scales) ? sub_blocks(scales) / 2 : 1;
@@ -331,27 +201,35 @@ INLINE void finish_half(enum scales scales, floats weight_scale, floats min_scal
     }
 }
 
-INLINE void finish_256(enum scales scales, const uint8_t *head, const uint8_t *body, const uint8_t *words, int32_t n,
-                       const tile_sums *sums, float *results)
+/* A block of a panel, and all tokens' words of it. */
+struct block {
+    const uint8_t *head, *body, *words;
+};
+
+/* The results of parts `first` and the next, if there is one, of a block, whose sums are those. */
+INLINE void finish(enum scales scales, const struct block *block, int32_t n, int32_t first, const tile_sums *sums,
+                   float *results)
 {
     const int in_body = scales == SCALES_6_MINS;
-    const floats weight_scale = load_halves(in_body ? body : head);
-    const floats min_scale = with_mins(scales) ? load_halves(in_body ? body + 32 : head + 32) : weight_scale;
+    const uint8_t *halves = in_body ? block->body : block->head;
+    const floats weight_scale = load_halves(halves);
+    const floats min_scale = with_mins(scales) ? load_halves(halves + 32) : weight_scale;
+    const int32_t n_parts = count_parts(n), size = part_size(n), last = first + 1 < n_parts ? first + 1 : first;
     ints scale[16], mins[8];
-    unpack_scales(scales, head, body, scale, mins);
-    if (n > HALF) {
-        finish_half(scales, weight_scale, min_scale, mins, words, 0, n / 2, sums, results);
+    unpack_scales(scales, block->head, block->body, scale, mins);
+    for (int32_t part = first; part <= last; part++) {
+        /* Tokens that the next part has too are left to it. */
+        const int32_t start = part_start(n, part), end = part + 1 < n_parts ? part_start(n, part + 1) : start + size;
+        finish_part(scales, weight_scale, min_scale, mins, block->words, start, end, sums + 2 * (part - first), results);
     }
-    finish_half(scales, weight_scale, min_scale, mins, words, n > HALF ? n / 2 : 0, n, n > HALF ? sums + 2 : sums,
-                results);
 }
 
-/* Quarter `part` of a block, 64 k, scaled. */
-INLINE void unpack_quarter(enum quants quants, enum scales scales, const uint8_t *body, const ints *scale, int part,
+/* A quarter of a block, 64 k, scaled. */
+INLINE void unpack_quarter(enum quants quants, enum scales scales, const uint8_t *body, const ints *scale, int quarter,
                            uint8_t *to)
 {
     const int each = sub_blocks(scales) / 8;
-    _Pragma("GCC unroll 1") for (int turn = 2 * part; turn < 2 * part + 2; turn++, to += 512)
+    _Pragma("GCC unroll 1") for (int turn = 2 * quarter; turn < 2 * quarter + 2; turn++, to += 512)
     {
         ints by[2];
         UNROLL for (int i = 0; i < each; i++)
@@ -365,14 +243,15 @@ INLINE void unpack_quarter(enum quants quants, enum scales scales, const uint8_t
     }
 }
 
-/* sums of quarter `part`: x of a block. */
-INLINE void dot_quarter(enum scales scales, const uint8_t *x, const uint8_t *scaled, int part, int32_t n)
+/* sums of quarter `quarter`, of parts `first` and, if there is one, the next; x: of a block. */
+INLINE void dot_quarter(enum scales scales, const uint8_t *x, const uint8_t *scaled, int quarter, int32_t n, int32_t first)
 {
-    const int unsigned_second = scales == SCALES_6_MINS, two_parts = part_shift(scales) != 0;
+    const int unsigned_second = scales == SCALES_6_MINS, two = part_shift(scales) != 0;
+    x += quarter * 64 * n;
     LOAD_TILE(6, scaled, 64);
-    LOAD_TILE(4, x + part * 64 * n, 64);
+    LOAD_TILE(4, x + part_start(n, first) * 64, 64);
     DOT_UNSIGNED(0, 4, 6);
-    if (two_parts) {
+    if (two) {
         LOAD_TILE(7, scaled + 1024, 64);
         if (unsigned_second) {
             DOT_UNSIGNED(1, 4, 7);
@@ -380,72 +259,78 @@ INLINE void dot_quarter(enum scales scales, const uint8_t *x, const uint8_t *sca
             DOT_SIGNED(1, 4, 7);
         }
     }
-    if (n > HALF) {
-        LOAD_TILE(5, x + (part * n + n / 2) * 64, 64);
+    if (first + 1 < count_parts(n)) {
+        LOAD_TILE(5, x + part_start(n, first + 1) * 64, 64);
         DOT_UNSIGNED(2, 5, 6);
-        if (two_parts && unsigned_second) {
+        if (two && unsigned_second) {
             DOT_UNSIGNED(3, 5, 7);
-        } else if (two_parts) {
+        } else if (two) {
             DOT_SIGNED(3, 5, 7);
         }
     }
 }
 
-/* What a step waits for is begun a step before it: weights are unpacked a quarter of a block before they are multiplied
- * (a tile is loaded only when the stores to it have left the core, which they do in the order of the program), and a
- * block's sums are used when the next block's are on their way. */
-INLINE void multiply_256(enum quants quants, enum scales scales, const uint8_t *head, const uint8_t *body,
-                         const uint8_t *x, const uint8_t *words, int32_t n, int64_t n_blocks, float *results)
+/* Results [n][16]. What a step waits for is begun a step before it: weights are unpacked a quarter of a block before they are
+ * multiplied (a tile is loaded only when the stores to it have left the core, which they do in the order of the program),
+ * and sums are used when the next ones are on their way. */
+INLINE void multiply(enum quants quants, enum scales scales, const uint8_t *head, const uint8_t *body,
+                     const uint8_t *x, const uint8_t *words, int32_t n, int64_t n_blocks, float *results)
 {
-    const int two_parts = part_shift(scales) != 0;
-    const int head_bytes = head_size(scales), body_bytes = scales_bytes(scales) + 8 * group_bytes(quants);
+    const int two = part_shift(scales) != 0, head_bytes = head_size(scales);
+    const int group = group_bytes(quants), body_bytes = scales_bytes(scales) + 8 * group;
     const size_t words_bytes = 4 * (size_t)n * (size_t)((with_mins(scales) ? sub_blocks(scales) / 2 : 1) + 1);
     const uint8_t *ahead = head;
-    _Alignas(64) uint8_t scaled[2][2048];
+    _Alignas(64) uint8_t scaled[4][2048];
     _Alignas(64) tile_sums sums[4];
     ints scale[16], mins[8];
+    struct block block = {head, body, words}, waiting = block; /* whose sums are not used yet */
+    int32_t waiting_part = -1;
     unpack_scales(scales, head, body, scale, mins);
     unpack_quarter(quants, scales, body, scale, 0, scaled[0]);
     for (int64_t b = 0; b < n_blocks; b++) {
-        CLEAR_TILE(0);
-        CLEAR_TILE(1);
-        if (n > HALF) {
+        for (int32_t part = 0; part < count_parts(n); part += 2) {
+            CLEAR_TILE(0);
+            CLEAR_TILE(1);
             CLEAR_TILE(2);
             CLEAR_TILE(3);
-        }
-        _Pragma("GCC unroll 1") for (int part = 0; part < 3; part++)
-        {
-            fetch_ahead(ahead, 2 * group_bytes(quants));
-            ahead += 2 * group_bytes(quants);
-            unpack_quarter(quants, scales, body, scale, part + 1, scaled[(part + 1) % 2]);
-            dot_quarter(scales, x, scaled[part % 2], part, n);
-        }
-        fetch_ahead(ahead, head_bytes + scales_bytes(scales) + 2 * group_bytes(quants));
-        ahead += head_bytes + scales_bytes(scales) + 2 * group_bytes(quants);
-        if (b + 1 < n_blocks) {
-            unpack_scales(scales, head + head_bytes, body + body_bytes, scale, mins);
-            unpack_quarter(quants, scales, body + body_bytes, scale, 0, scaled[0]);
-        }
-        dot_quarter(scales, x, scaled[1], 3, n);
-        if (b > 0) {
-            finish_256(scales, head - head_bytes, body - body_bytes, words - words_bytes, n, sums, results);
-        }
-        STORE_TILE(0, sums[0]);
-        if (two_parts) {
-            STORE_TILE(1, sums[1]);
-        }
-        if (n > HALF) {
-            STORE_TILE(2, sums[2]);
-            if (two_parts) {
-                STORE_TILE(3, sums[3]);
+            _Pragma("GCC unroll 1") for (int quarter = 0; quarter < 3; quarter++)
+            {
+                if (part == 0) {
+                    fetch_ahead(ahead, 2 * group);
+                    ahead += 2 * group;
+                    unpack_quarter(quants, scales, block.body, scale, quarter + 1, scaled[quarter + 1]);
+                }
+                dot_quarter(scales, x, scaled[quarter], quarter, n, part);
             }
+            if (part + 2 >= count_parts(n)) {
+                fetch_ahead(ahead, head_bytes + scales_bytes(scales) + 2 * group);
+                ahead += head_bytes + scales_bytes(scales) + 2 * group;
+                if (b + 1 < n_blocks) {
+                    unpack_scales(scales, block.head + head_bytes, block.body + body_bytes, scale, mins);
+                    unpack_quarter(quants, scales, block.body + body_bytes, scale, 0, scaled[0]);
+                }
+            }
+            dot_quarter(scales, x, scaled[3], 3, n, part);
+            if (waiting_part >= 0) {
+                finish(scales, &waiting, n, waiting_part, sums, results);
+            }
+            STORE_TILE(0, sums[0]);
+            if (two) {
+                STORE_TILE(1, sums[1]);
+            }
+            if (part + 1 < count_parts(n)) {
+                STORE_TILE(2, sums[2]);
+                if (two) {
+                    STORE_TILE(3, sums[3]);
+                }
+            }
+            waiting = block;
+            waiting_part = part;
         }
-        head += head_bytes;
-        body += body_bytes;
+        block = (struct block){block.head + head_bytes, block.body + body_bytes, block.words + words_bytes};
         x += 256 * n;
-        words += words_bytes;
     }
-    finish_256(scales, head - head_bytes, body - body_bytes, words - words_bytes, n, sums, results);
+    finish(scales, &waiting, n, waiting_part, sums, results);
 }
 
 /* ---- a kernel for each type ---------------------------------------------------------------------- */
@@ -457,11 +342,7 @@ INLINE void multiply_256(enum quants quants, enum scales scales, const uint8_t *
         const uint8_t *body = panel + (n_blocks * head_bytes + 63) / 64 * 64;                                     \
         _Alignas(64) float results[MATMUL_ROW_TOKENS * MATMUL_ROWS];                                              \
         __builtin_memset(results, 0, (size_t)n * MATMUL_ROWS * sizeof(float));                                    \
-        if (scales == SCALE || scales == SCALE_MIN) {                                                             \
-            multiply_32(quants, scales, panel, body, x, words, n, n_blocks, results);                             \
-        } else {                                                                                                  \
-            multiply_256(quants, scales, panel, body, x, words, n, n_blocks, results);                            \
-        }                                                                                                         \
+        multiply(quants, scales, panel, body, x, words, n, n_blocks, results);                                    \
         for (int32_t t = 0; t < n; t++) {                                                                         \
             _mm512_storeu_ps(out + (size_t)t * stride, *result_of(results, t));                                   \
         }                                                                                                         \
@@ -469,14 +350,14 @@ INLINE void multiply_256(enum quants quants, enum scales scales, const uint8_t *
 
 #include "each_type.inc"
 
-FOR_EACH_QUANTISED(KERNEL)
+FOR_EACH_OF_256(KERNEL)
 
 #define ENTRY(quants, scales, head) {quants, scales, quants##_##scales},
 static const struct {
     enum quants quants;
     enum scales scales;
     matmul_rows_kernel *kernel;
-} kernels[] = {FOR_EACH_QUANTISED(ENTRY)};
+} kernels[] = {FOR_EACH_OF_256(ENTRY)};
 
 matmul_rows_kernel *matmul_amx_kernel(const struct matmul_type *type)
 {
@@ -490,9 +371,9 @@ matmul_rows_kernel *matmul_amx_kernel(const struct matmul_type *type)
 
 #else
 
-struct matmul_tile_config matmul_amx_config(const struct matmul_type *type, int32_t n_tokens)
+struct matmul_tile_config matmul_amx_config(int32_t n_tokens)
 {
-    (void)type, (void)n_tokens;
+    (void)n_tokens;
     return (struct matmul_tile_config){0};
 }
 

@@ -4,7 +4,7 @@
  *
  * 16 rows of the weights lie interleaved in a *panel*, so that a 512-bit register holds 4 consecutive k of each
  * of its rows and one dot-product instruction serves them all. Up to 8 tokens are a *tile*: their
- * activations, quantised to 8 bits, lie interleaved too, 4 consecutive k of each. AMX takes up to 32, in rows.
+ * activations, quantised to 8 bits, lie interleaved too, 4 consecutive k of each. AMX takes up to 64, in rows.
  *
  * An element of the result is the same operations in the same order whatever the number of tokens, the
  * tile that a token falls into, the panels that a thread takes, or the instruction set: sums of products are
@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { MATMUL_ROWS = 16, MATMUL_TOKENS = 8, MATMUL_ROW_TOKENS = 32 };
+enum { MATMUL_ROWS = 16, MATMUL_TOKENS = 8, MATMUL_ROW_TOKENS = 64 };
 
 /* How the quants of 32 consecutive k lie in a panel. They are unpacked to 8 vectors of 64 bytes, the i-th with
  * k = 4i .. 4i + 3 of each row: byte 4 row + k % 4. */
@@ -84,7 +84,7 @@ void matmul_pack(const struct matmul_type *type, int64_t n_rows, int64_t n_k, co
  * Sums of the quants enter as what the weights' type needs: -offset * sum as int32 of each sub-block, or
  * where there are mins the sums of two neighbouring sub-blocks as two int16, or of the block as a float.
  *
- * AMX's kernels want neighbouring quants of a token together, in rows of 64 (32 if that is a block). Where they are used the
+ * AMX's kernels want neighbouring quants of a token together, in rows of 64. Where they are used the
  * quants of all tiles come first, [tile][block][row of a block][token], and then all their words, [tile][block][token]. Words
  * are as above, but where there is an offset to blocks of 256 the sums are a single one: offset * sum of the block's
  * quants. */
@@ -149,7 +149,7 @@ struct matmul_tile_config {
     uint8_t rows[16];
 };
 
-struct matmul_tile_config matmul_amx_config(const struct matmul_type *type, int32_t n_tokens);
+struct matmul_tile_config matmul_amx_config(int32_t n_tokens); /* of a tile */
 bool matmul_amx_permitted(void);
 void matmul_amx_save(struct matmul_tile_config *config);
 void matmul_amx_load(const struct matmul_tile_config *config); /* clears the tiles */

@@ -91,15 +91,19 @@ static struct tile tile_of(const struct matmul_product *product, int64_t n_block
 {
     const uint8_t *activations = product->activations;
     const int64_t first = matmul_tile_start(in_rows, product->n_tokens, index);
-    const size_t words = 4 * (size_t)matmul_row_words(product->type);
-    return (struct tile){
+    struct tile tile = {
         .first = first,
         .n = (int32_t)(matmul_tile_start(in_rows, product->n_tokens, index + 1) - first),
         .in_rows = in_rows,
-        .records = activations + (size_t)first * matmul_token_size(product->type, n_blocks),
-        .quants = activations + (size_t)(first * product->n_k),
-        .words = activations + (size_t)(product->n_tokens * product->n_k) + (size_t)(first * n_blocks) * words,
     };
+    if (in_rows) {
+        const size_t words = 4 * (size_t)matmul_row_words(product->type);
+        tile.quants = activations + (size_t)(first * product->n_k);
+        tile.words = activations + (size_t)(product->n_tokens * product->n_k) + (size_t)(first * n_blocks) * words;
+    } else {
+        tile.records = activations + (size_t)first * matmul_token_size(product->type, n_blocks);
+    }
+    return tile;
 }
 
 /* A panel times a tile. */
@@ -153,7 +157,7 @@ void matmul_multiply(const struct matmul_product *product, int64_t first, int64_
         for (int64_t i = 0; i < n_tiles; i++) {
             const struct tile tile = tile_of(product, n_blocks, in_rows, i);
             if (in_rows) {
-                const struct matmul_tile_config config = matmul_amx_config(product->type, tile.n);
+                const struct matmul_tile_config config = matmul_amx_config(tile.n);
                 matmul_amx_load(&config);
             }
             multiply_tile(product, &tile, start, end);
@@ -183,46 +187,67 @@ static void make_finite(uint8_t *halves, size_t size)
     }
 }
 
-static bool product_agrees(const struct matmul_type *type, int32_t level, int32_t n)
+enum { TEST_BLOCKS = 2, TEST_K = TEST_BLOCKS * 256 };
+
+/* Where every product is tested. */
+struct test {
+    _Alignas(64) uint8_t panel[TEST_BLOCKS * 3392];
+    _Alignas(64) uint8_t activations[TEST_BLOCKS * 324 * MATMUL_ROW_TOKENS];
+    float x[MATMUL_ROW_TOKENS][TEST_K];
+    float expected[MATMUL_ROW_TOKENS][MATMUL_ROWS], out[MATMUL_ROW_TOKENS][MATMUL_ROWS];
+};
+
+static void fill_test(const struct matmul_type *type, struct test *test)
 {
-    enum { BLOCKS = 2, MOST = BLOCKS * 3392, K = BLOCKS * 256 };
-    _Alignas(64) uint8_t panel[MOST], activations[BLOCKS * 324 * MATMUL_ROW_TOKENS];
     int8_t quantised[256];
-    float x[MATMUL_ROW_TOKENS][K], expected[MATMUL_ROW_TOKENS][MATMUL_ROWS], out[MATMUL_ROW_TOKENS][MATMUL_ROWS];
-    const size_t head_size = matmul_head_size(type, BLOCKS), size = matmul_panel_size(type, BLOCKS);
-    fill(panel, size, 1);
-    make_finite(panel, head_size);
+    const size_t head_size = matmul_head_size(type, TEST_BLOCKS), size = matmul_panel_size(type, TEST_BLOCKS);
+    fill(test->panel, size, 1);
+    make_finite(test->panel, head_size);
     for (size_t at = head_size; at < size; at += (size_t)type->body_bytes) {
-        make_finite(panel + at, type->scales == NO_SCALE ? (size_t)type->body_bytes : 64);
+        make_finite(test->panel + at, type->scales == NO_SCALE ? (size_t)type->body_bytes : 64);
     }
-    for (int32_t t = 0; t < n; t++) {
-        for (int32_t i = 0; i < K; i += 256) {
+    for (int32_t t = 0; t < MATMUL_ROW_TOKENS; t++) {
+        for (int32_t i = 0; i < TEST_K; i += 256) {
             fill((uint8_t *)quantised, sizeof quantised, (uint32_t)(t + i));
             for (int32_t k = 0; k < 256; k++) {
-                x[t][i + k] = (float)quantised[k] / 64;
+                test->x[t][i + k] = (float)quantised[k] / 64;
             }
         }
     }
-    const struct matmul_tokens tokens = {(const char *)x, {n, 1, 1}, {sizeof *x, 0, 0}};
-    struct matmul_product product = {.type = type, .n_rows = MATMUL_ROWS, .n_k = (int64_t)BLOCKS * type->block,
-                                     .n_tokens = n, .panels = panel, .activations = activations,
-                                     .stride = MATMUL_ROWS};
-    for (int32_t i = 0; i < 2; i++) {
-        product.level = i == 0 ? MATMUL_C : level;
-        product.out = i == 0 ? expected[0] : out[0];
-        matmul_quantise(type, product.level, BLOCKS, &tokens, n, activations, 0, BLOCKS);
-        matmul_multiply(&product, 0, 1);
-    }
-    return memcmp(out, expected, sizeof *out * (size_t)n) == 0;
+}
+
+static void compute_test(const struct matmul_type *type, int32_t level, int32_t n, struct test *test, float *out)
+{
+    const struct matmul_tokens tokens = {(const char *)test->x, {n, 1, 1}, {sizeof *test->x, 0, 0}};
+    const struct matmul_product product = {
+        .type = type,
+        .level = level,
+        .n_rows = MATMUL_ROWS,
+        .n_k = (int64_t)TEST_BLOCKS * type->block,
+        .n_tokens = n,
+        .panels = test->panel,
+        .activations = test->activations,
+        .out = out,
+        .stride = MATMUL_ROWS,
+    };
+    matmul_quantise(type, level, TEST_BLOCKS, &tokens, n, test->activations, 0, TEST_BLOCKS);
+    matmul_multiply(&product, 0, 1);
 }
 
 bool matmul_agrees(int32_t level)
 {
     const int32_t most = level == MATMUL_AMX ? MATMUL_ROW_TOKENS : MATMUL_TOKENS;
+    struct test test;
     for (int32_t number = 0; number < 64; number++) {
         const struct matmul_type *type = matmul_find_type(number);
-        for (int32_t n = 1; type != NULL && n <= most; n++) {
-            if (!product_agrees(type, level, n)) {
+        if (type == NULL) {
+            continue;
+        }
+        fill_test(type, &test);
+        compute_test(type, MATMUL_C, most, &test, test.expected[0]);
+        for (int32_t n = 1; n <= most; n++) {
+            compute_test(type, level, n, &test, test.out[0]);
+            if (memcmp(test.out, test.expected, sizeof *test.out * (size_t)n) != 0) {
                 return false;
             }
         }
