@@ -397,7 +397,7 @@ def test_a_threads_tiles_are_what_they_were(before: bytes) -> None:
 @pytest.mark.skipif(not lib.cspec_matmul_has(lib.CSPEC_MATMUL_AMX), reason="no AMX")
 @pytest.mark.parametrize("kind", [k for k in SCALES if block_size(k) == 256], ids=lambda k: k.name)
 def test_amx_takes_every_sum_to_its_end(kind: Type) -> None:
-    """The largest quants and scales, with activations of one magnitude: sums that are as large as they get."""
+    """The largest quants and scales with equal activations: sums that are as large as they get."""
     for byte in (0x00, 0x3F, 0x7F, 0x80, 0xFF):
         rows = random_weights(kind, 16, 512, lambda shape: np.full(shape, 1.0))
         scales = rows.reshape(16, 2, -1)
