@@ -11,10 +11,12 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { MOST_THREADS = 64 };
-enum { AVX2, AVX512_VNNI };
+enum { AVX2, AVX512_VNNI, AMX };
 
 struct part {
     const unsigned char *bytes; /* [size], a multiple of 1024 and aligned to 64 */
@@ -86,6 +88,27 @@ __attribute__((target("avx2"))) static uint64_t multiply_avx2(int64_t rounds)
     return sum;
 }
 
+/* 4 * 16 * 16 * 64 multiply-adds a round, in whole tiles of zeros. */
+static uint64_t multiply_amx(int64_t rounds)
+{
+    struct {
+        uint8_t palette, unused[15];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = 64;
+        config.rows[tile] = 16;
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+    for (int64_t i = 0; i < rounds; i++) {
+        __asm__ volatile("tdpbusd %tmm4, %tmm6, %tmm0\n\ttdpbusd %tmm5, %tmm6, %tmm1\n\t"
+                         "tdpbusd %tmm4, %tmm7, %tmm2\n\ttdpbusd %tmm5, %tmm7, %tmm3");
+    }
+    __asm__ volatile("tilerelease");
+    return 0;
+}
+
 /* A CPU of its own for each thread: two that wake together may stay on one for as long as this takes. */
 static void stay_on_one_cpu(int number)
 {
@@ -111,7 +134,9 @@ static void *work(void *argument)
     if (part->bytes != NULL) {
         part->sum = read_all(part->bytes, part->size);
     } else {
-        part->sum = part->level == AVX512_VNNI ? multiply_avx512(part->rounds) : multiply_avx2(part->rounds);
+        part->sum = part->level == AMX           ? multiply_amx(part->rounds)
+                    : part->level == AVX512_VNNI ? multiply_avx512(part->rounds)
+                                                 : multiply_avx2(part->rounds);
     }
     return NULL;
 }
@@ -167,10 +192,14 @@ double limits_read(const unsigned char *bytes, size_t size, int threads)
 double limits_multiply(int level, int threads)
 {
     struct part parts[MOST_THREADS] = {0};
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
     const int64_t rounds = 1 << 20;
+    if (level == AMX && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) != 0) {
+        return 0;
+    }
     for (int i = 0; i < threads; i++) {
         parts[i] = (struct part){.rounds = rounds, .level = level};
     }
-    const double each = level == AVX512_VNNI ? 16 * 64 : 8 * 32;
+    const double each = level == AMX ? 4 * 16 * 16 * 64 : level == AVX512_VNNI ? 16 * 64 : 8 * 32;
     return (double)rounds * each * threads / run(parts, threads);
 }

@@ -15,7 +15,7 @@ from typing import Any
 from cffi import FFI
 
 # 8-bit multiply-adds: instruction set, what limits.c calls it, the instruction.
-MULTIPLIERS = {"avx2": (0, "vpmaddubsw"), "avx512": (1, "vpdpbusd")}
+MULTIPLIERS = {"avx2": (0, "vpmaddubsw"), "avx512": (1, "vpdpbusd"), "amx": (2, "tdpbusd")}
 
 _SIZE = 1 << 29  # bytes, far more than any cache
 

@@ -54,7 +54,7 @@ int32_t cspec_kernels(void)
         int32_t kernels;
     } choices[] = {
         {"off", CSPEC_KERNELS_OFF},      {"c", CSPEC_KERNELS_C},           {"avx2", CSPEC_KERNELS_AVX2},
-        {"avxvnni", CSPEC_KERNELS_AVX2}, {"avx512", CSPEC_KERNELS_AVX512},
+        {"avxvnni", CSPEC_KERNELS_AVX2}, {"avx512", CSPEC_KERNELS_AVX512}, {"amx", CSPEC_KERNELS_AVX512},
     };
     const char *wanted = getenv("PYSPEC_KERNELS");
     for (size_t i = 0; wanted != NULL && i < sizeof choices / sizeof *choices; i++) {

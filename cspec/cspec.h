@@ -305,6 +305,7 @@ enum {
     CSPEC_MATMUL_AVX2 = 2,
     CSPEC_MATMUL_AVXVNNI = 3,
     CSPEC_MATMUL_AVX512 = 4, /* with VNNI */
+    CSPEC_MATMUL_AMX = 5,    /* for more than 8 tokens and blocks of 256; else AVX512 */
 };
 
 /* Whether this CPU has an instruction set. */

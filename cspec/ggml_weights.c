@@ -350,7 +350,7 @@ bool weights_compute(const struct cspec_ggml_compute_params *params, tensor *op)
     }
     if (decision == QUANTISES) {
         const int64_t part = private ? 0 : params->ith, n_parts = private ? 1 : params->nth;
-        matmul_quantise(type, n_blocks, &tokens, n_tokens, scratch, n_blocks * part / n_parts,
+        matmul_quantise(type, product.level, n_blocks, &tokens, n_tokens, scratch, n_blocks * part / n_parts,
                         n_blocks * (part + 1) / n_parts);
     }
     if (is_private(op)) {

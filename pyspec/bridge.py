@@ -64,7 +64,7 @@ class KernelStatus:
 PANEL_ROWS: int = lib.CSPEC_PANEL_ROWS
 
 # Names of the instruction sets, as PYSPEC_KERNELS takes them, by cspec's number.
-INSTRUCTIONS = ("off", "c", "avx2", "avxvnni", "avx512")
+INSTRUCTIONS = ("off", "c", "avx2", "avxvnni", "avx512", "amx")
 
 _lock = threading.Lock()
 _status: BridgeStatus | None = None

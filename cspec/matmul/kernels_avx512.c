@@ -6,47 +6,8 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include <immintrin.h>
-
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
-#define INLINE static inline __attribute__((always_inline)) TARGET
-#define UNROLL _Pragma("GCC unroll 8")
-
-/* Bytes of weights to ask for ahead of their use. With several tokens a core does not run far enough ahead of itself
- * to keep the memory busy. Every line is asked for, into the first-level cache: with some left to the CPU's own
- * prefetcher, or into the second level, products take up to a tenth longer (Zen 4; 2048 and 4096 are as good). What is
- * ahead is counted from the panel's start and moves by a block's head and body, so that the panels' lines are asked for
- * without a gap: counted from the body, as many lines of each panel as its heads take are not, and products of
- * small panels with heads (Q4_0, Q5_0) take 1.6 times as long. */
-enum { AHEAD = 3072 };
-
-typedef __m512i ints;
-typedef __m512 floats;
-
-INLINE ints load(const uint8_t *at)
-{
-    return _mm512_loadu_si512(at);
-}
-
-/* The word of token t in an entry, in every lane. */
-INLINE ints token_word(const uint8_t *entry, int t)
-{
-    int32_t value;
-    __builtin_memcpy(&value, entry + 4 * t, sizeof value);
-    return _mm512_set1_epi32(value);
-}
-
-INLINE floats token_float(const uint8_t *entry, int t)
-{
-    float value;
-    __builtin_memcpy(&value, entry + 4 * t, sizeof value);
-    return _mm512_set1_ps(value);
-}
-
-INLINE floats load_halves(const uint8_t *at)
-{
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
-}
+#include "unpack_512.inc"
 
 /* sum += 4 products of unsigned weights with the word of token t, which becomes an embedded broadcast: GCC 12 loads it
  * into a register of its own if it is left the choice. */
@@ -56,105 +17,6 @@ INLINE ints add_products(ints sum, ints weights, const uint8_t *entry, int t)
             : "+v"(sum)
             : "v"(weights), "m"(*(const uint8_t(*)[4])(entry + 4 * t)));
     return sum;
-}
-
-/* a & mask | b */
-INLINE ints and_or(ints a, ints mask, ints b)
-{
-    return _mm512_ternarylogic_epi32(a, mask, b, 0xea);
-}
-
-INLINE ints bytes(int value)
-{
-    return _mm512_set1_epi8((char)value);
-}
-
-/* To the left, or to the right if negative: what crosses into another byte is masked away afterwards. */
-INLINE ints shift(ints value, int left)
-{
-    return left > 0 ? _mm512_slli_epi32(value, (unsigned)left)
-                    : left < 0 ? _mm512_srli_epi32(value, (unsigned)-left) : value;
-}
-
-/* Where vector i's 32 k of high bits are. */
-INLINE ints high_bits(enum quants quants, const uint8_t *at, int i)
-{
-    switch (quants) {
-    case NIBBLES_1_BIT:
-        return load(at + 256);
-    case NIBBLES_2_BITS:
-        return load(at + i / 4 * 192 + 128);
-    case TWO_BITS_1_BIT:
-        return load(at + 128);
-    default:
-        return _mm512_setzero_si512();
-    }
-}
-
-/* Vector i of 32 k: 64 unsigned bytes. packed is the vector that holds its low bits, high is high_bits(i). */
-INLINE ints unpack(enum quants quants, ints packed, ints high, int i)
-{
-    const ints low_nibble = bytes(15);
-    switch (quants) {
-    case NIBBLES:
-        return _mm512_and_si512(shift(packed, i % 2 * -4), low_nibble);
-    case NIBBLES_1_BIT:
-        return and_or(shift(packed, i % 2 * -4), low_nibble, _mm512_and_si512(shift(high, 4 - i), bytes(16)));
-    case NIBBLES_2_BITS:
-        return and_or(shift(packed, i % 2 * -4), low_nibble,
-                      _mm512_and_si512(shift(high, 4 - 2 * (i % 4)), bytes(48)));
-    case BYTES:
-        return packed;
-    case TWO_BITS:
-        return _mm512_and_si512(shift(packed, i % 4 * -2), bytes(3));
-    case TWO_BITS_1_BIT:
-        return and_or(shift(packed, i % 4 * -2), bytes(3), _mm512_and_si512(shift(high, 2 - i), bytes(4)));
-    case CODES: {
-        const ints codes = _mm512_broadcast_i32x4(
-            _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char)129, (char)141, (char)153, (char)166,
-                          (char)181, (char)197, (char)217, (char)241));
-        return _mm512_shuffle_epi8(codes, _mm512_and_si512(shift(packed, i % 2 * -4), low_nibble));
-    }
-    default:
-        return packed;
-    }
-}
-
-/* Vectors that share a packed one. */
-INLINE int per_packed(enum quants quants)
-{
-    return quants == BYTES ? 1 : quants == TWO_BITS || quants == TWO_BITS_1_BIT ? 4 : 2;
-}
-
-INLINE int packed_at(enum quants quants, int i)
-{
-    return quants == NIBBLES_2_BITS ? i / 4 * 192 + i % 4 / 2 * 64 : i / per_packed(quants) * 64;
-}
-
-INLINE int group_bytes(enum quants quants)
-{
-    switch (quants) {
-    case NIBBLES_1_BIT:
-        return 320;
-    case NIBBLES_2_BITS:
-        return 384;
-    case BYTES:
-        return 512;
-    case TWO_BITS:
-        return 128;
-    case TWO_BITS_1_BIT:
-        return 192;
-    default:
-        return 256;
-    }
-}
-
-INLINE void fetch_ahead(const uint8_t *from, const int size)
-{
-    UNROLL for (int line = 0; line < size; line += 64)
-    {
-        _mm_prefetch((const char *)from + AHEAD + line, _MM_HINT_T0);
-    }
 }
 
 /* sums[t] += products of vectors first to last - 1 of 32 k with the tokens' words; record is the entry of vector 0. */
@@ -218,71 +80,6 @@ INLINE void multiply_32(enum quants quants, enum scales scales, const int n, con
 }
 
 /* ---- blocks of 256 k ----------------------------------------------------------------------------- */
-
-/* The scales of 8 or 16 sub-blocks as int32, and the mins as pairs of int16. */
-INLINE void unpack_scales(enum scales scales, const uint8_t *head, const uint8_t *body, ints *scale, ints *mins)
-{
-    if (scales == SCALES_6_MINS) {
-        const ints six = _mm512_set1_epi32(0x003f003f), four = _mm512_set1_epi32(0x000f000f),
-                   two = _mm512_set1_epi32(0x00300030), low = _mm512_set1_epi32(0xffff);
-        const ints w0 = load(body + 64), w1 = load(body + 128), w2 = load(body + 192);
-        mins[0] = _mm512_and_si512(w0, six);
-        mins[1] = _mm512_and_si512(shift(w0, -6), six);
-        mins[2] = _mm512_and_si512(w1, six);
-        mins[3] = _mm512_and_si512(shift(w1, -6), six);
-        const ints pairs[4] = {
-            _mm512_and_si512(w2, six),
-            _mm512_and_si512(shift(w2, -6), six),
-            and_or(shift(w0, -12), four, _mm512_and_si512(shift(w2, -8), two)),
-            and_or(shift(w1, -12), four, _mm512_and_si512(shift(w2, -10), two)),
-        };
-        UNROLL for (int p = 0; p < 4; p++)
-        {
-            scale[2 * p] = _mm512_and_si512(pairs[p], low);
-            scale[2 * p + 1] = shift(pairs[p], -16);
-        }
-    } else if (scales == SCALES_6) {
-        const ints six = _mm512_set1_epi32(63), offset = _mm512_set1_epi32(32);
-        ints last = _mm512_setzero_si512();
-        UNROLL for (int i = 0; i < 3; i++)
-        {
-            const ints w = load(body + 64 * i);
-            UNROLL for (int j = 0; j < 5; j++)
-            {
-                scale[5 * i + j] = _mm512_sub_epi32(_mm512_and_si512(shift(w, -6 * j), six), offset);
-            }
-            last = _mm512_or_si512(last, shift(shift(w, -30), 2 * i));
-        }
-        scale[15] = _mm512_sub_epi32(last, offset);
-    } else if (scales == SCALES_4_MINS) {
-        const ints four = _mm512_set1_epi32(0x000f000f), low = _mm512_set1_epi32(0xffff);
-        UNROLL for (int i = 0; i < 4; i++)
-        {
-            const ints w = load(body + 64 * i);
-            const ints first = _mm512_and_si512(w, four), second = _mm512_and_si512(shift(w, -8), four);
-            mins[2 * i] = _mm512_and_si512(shift(w, -4), four);
-            mins[2 * i + 1] = _mm512_and_si512(shift(w, -12), four);
-            scale[4 * i] = _mm512_and_si512(first, low);
-            scale[4 * i + 1] = shift(first, -16);
-            scale[4 * i + 2] = _mm512_and_si512(second, low);
-            scale[4 * i + 3] = shift(second, -16);
-        }
-    } else if (scales == SCALES_6_LONG) {
-        const ints four = _mm512_set1_epi32(15), two = _mm512_set1_epi32(48), offset = _mm512_set1_epi32(32);
-        const ints low = load(body);
-        const ints high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(head + 32)));
-        UNROLL for (int j = 0; j < 8; j++)
-        {
-            const ints value = and_or(shift(low, -4 * j), four, _mm512_and_si512(shift(high, 4 - 2 * j), two));
-            scale[j] = _mm512_sub_epi32(value, offset);
-        }
-    }
-}
-
-INLINE int scales_bytes(enum scales scales)
-{
-    return scales == SCALES_6 ? 192 : scales == SCALES_6_LONG ? 64 : 256;
-}
 
 INLINE void multiply_256(enum quants quants, enum scales scales, const int n, const uint8_t *head,
                          const uint8_t *body, const uint8_t *record, int64_t n_blocks, float *out,

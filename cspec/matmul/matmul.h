@@ -4,7 +4,7 @@
  *
  * 16 rows of the weights lie interleaved in a *panel*, so that a 512-bit register holds 4 consecutive k of each
  * of its rows and one dot-product instruction serves them all. Up to 8 tokens are a *tile*: their
- * activations, quantised to 8 bits, lie interleaved too, 4 consecutive k of each.
+ * activations, quantised to 8 bits, lie interleaved too, 4 consecutive k of each. AMX takes up to 64, in rows.
  *
  * An element of the result is the same operations in the same order whatever the number of tokens, the
  * tile that a token falls into, the panels that a thread takes, or the instruction set: sums of products are
@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { MATMUL_ROWS = 16, MATMUL_TOKENS = 8 };
+enum { MATMUL_ROWS = 16, MATMUL_TOKENS = 8, MATMUL_ROW_TOKENS = 64 };
 
 /* How the quants of 32 consecutive k lie in a panel. They are unpacked to 8 vectors of 64 bytes, the i-th with
  * k = 4i .. 4i + 3 of each row: byte 4 row + k % 4. */
@@ -82,7 +82,12 @@ void matmul_pack(const struct matmul_type *type, int64_t n_rows, int64_t n_k, co
  *   blocks of 256:  [64] 4 int8 quants, then sums, [1] float scale
  *   no scale:       [32] floats
  * Sums of the quants enter as what the weights' type needs: -offset * sum as int32 of each sub-block, or
- * where there are mins the sums of two neighbouring sub-blocks as two int16, or of the block as a float. */
+ * where there are mins the sums of two neighbouring sub-blocks as two int16, or of the block as a float.
+ *
+ * AMX's kernels want neighbouring quants of a token together, in rows of 64. Where they are used the
+ * quants of all tiles come first, [tile][block][row of a block][token], and then all their words, [tile][block][token]. Words
+ * are as above, but where there is an offset to blocks of 256 the sums are a single one: offset * sum of the block's
+ * quants. */
 
 struct matmul_tokens {
     const char *data; /* of floats */
@@ -90,12 +95,18 @@ struct matmul_tokens {
     size_t stride[3]; /* bytes */
 };
 
-int64_t matmul_tiles(int64_t n_tokens);
-int64_t matmul_tile_start(int64_t n_tokens, int64_t tile); /* its first token; of the one past the last: n_tokens */
+/* Whether the activations of so many tokens lie in rows, for AMX's kernels. */
+bool matmul_in_rows(const struct matmul_type *type, int32_t level, int64_t n_tokens);
+
+int64_t matmul_tiles(bool in_rows, int64_t n_tokens);
+/* A tile's first token; of the one past the last: n_tokens. */
+int64_t matmul_tile_start(bool in_rows, int64_t n_tokens, int64_t tile);
+/* Bytes of a token's activations, in records or in rows. */
 size_t matmul_token_size(const struct matmul_type *type, int64_t n_blocks);
+int32_t matmul_row_words(const struct matmul_type *type); /* words of a block of a token in rows */
 
 /* Blocks first to last - 1 of all tokens' activations. */
-void matmul_quantise(const struct matmul_type *type, int64_t n_blocks, const struct matmul_tokens *x,
+void matmul_quantise(const struct matmul_type *type, int32_t level, int64_t n_blocks, const struct matmul_tokens *x,
                      int64_t n_tokens, void *activations, int64_t first, int64_t last);
 
 /* AVX-VNNI's instruction, where the compiler knows it. CSPEC_EVEX: the same in AVX-512's encoding, for tests on CPUs that
@@ -108,17 +119,40 @@ void matmul_quantise(const struct matmul_type *type, int64_t n_blocks, const str
 #define MATMUL_AVXVNNI_DOT _mm256_dpbusd_avx_epi32
 #endif
 
+/* AMX's instructions, where the compiler's assembler knows them. */
+#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11
+#define MATMUL_AMX_BUILT
+#endif
+
 /* ---- kernels ------------------------------------------------------------------------------------- */
 
 /* A panel times a tile, into out [tokens][stride], 16 floats of each row. */
 typedef void matmul_kernel(const uint8_t *panel, const uint8_t *records, int64_t n_blocks, float *out, size_t stride);
 
-enum { MATMUL_OFF, MATMUL_C, MATMUL_AVX2, MATMUL_AVXVNNI, MATMUL_AVX512, MATMUL_LEVELS };
+enum { MATMUL_OFF, MATMUL_C, MATMUL_AVX2, MATMUL_AVXVNNI, MATMUL_AVX512, MATMUL_AMX, MATMUL_LEVELS };
 
 /* A kernel for n_tokens, or null where the instruction set has none for the type. */
 matmul_kernel *matmul_avx2_kernel(const struct matmul_type *type, int32_t n_tokens);
 matmul_kernel *matmul_avxvnni_kernel(const struct matmul_type *type, int32_t n_tokens);
 matmul_kernel *matmul_avx512_kernel(const struct matmul_type *type, int32_t n_tokens);
+
+/* The same with activations in rows, of n <= MATMUL_ROW_TOKENS tokens; the thread's tiles must be configured for them. */
+typedef void matmul_rows_kernel(const uint8_t *panel, const uint8_t *quants, const uint8_t *words, int32_t n,
+                                int64_t n_blocks, float *out, size_t stride);
+
+matmul_rows_kernel *matmul_amx_kernel(const struct matmul_type *type);
+
+/* What a thread's tile registers are, as the instructions have it; all zero: not in use. */
+struct matmul_tile_config {
+    uint8_t palette, start_row, unused[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+struct matmul_tile_config matmul_amx_config(int32_t n_tokens); /* of a tile */
+bool matmul_amx_permitted(void);
+void matmul_amx_save(struct matmul_tile_config *config);
+void matmul_amx_load(const struct matmul_tile_config *config); /* clears the tiles */
 
 /* The meaning of all of them. */
 void matmul_c(const struct matmul_type *type, int32_t n_tokens, const uint8_t *panel, const uint8_t *records,

@@ -16,6 +16,9 @@ bool matmul_has(int32_t level)
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
     }
+    if (level == MATMUL_AMX) {
+        return matmul_has(MATMUL_AVX512) && matmul_amx_permitted();
+    }
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #ifdef CSPEC_EVEX
     if (level == MATMUL_AVXVNNI) {
@@ -36,6 +39,7 @@ bool matmul_has(int32_t level)
 static matmul_kernel *find_kernel(int32_t level, const struct matmul_type *type, int32_t n_tokens)
 {
     switch (level) {
+    case MATMUL_AMX:
     case MATMUL_AVX512:
         return matmul_avx512_kernel(type, n_tokens);
     case MATMUL_AVXVNNI:
@@ -74,41 +78,93 @@ static void leave_out_around(const struct matmul_product *product, int64_t index
     }
 }
 
+/* A tile of a product's tokens. */
+struct tile {
+    int64_t first; /* token */
+    int32_t n;
+    bool in_rows;
+    const uint8_t *records;        /* or, in rows: */
+    const uint8_t *quants, *words;
+};
+
+static struct tile tile_of(const struct matmul_product *product, int64_t n_blocks, bool in_rows, int64_t index)
+{
+    const uint8_t *activations = product->activations;
+    const int64_t first = matmul_tile_start(in_rows, product->n_tokens, index);
+    struct tile tile = {
+        .first = first,
+        .n = (int32_t)(matmul_tile_start(in_rows, product->n_tokens, index + 1) - first),
+        .in_rows = in_rows,
+    };
+    if (in_rows) {
+        const size_t words = 4 * (size_t)matmul_row_words(product->type);
+        tile.quants = activations + (size_t)(first * product->n_k);
+        tile.words = activations + (size_t)(product->n_tokens * product->n_k) + (size_t)(first * n_blocks) * words;
+    } else {
+        tile.records = activations + (size_t)first * matmul_token_size(product->type, n_blocks);
+    }
+    return tile;
+}
+
+/* A panel times a tile. */
+static void multiply_panel(const struct matmul_product *product, const struct tile *tile, int64_t n_blocks,
+                           const uint8_t *panel, float *out, size_t stride)
+{
+    matmul_kernel *kernel;
+    if (tile->in_rows) {
+        matmul_amx_kernel(product->type)(panel, tile->quants, tile->words, tile->n, n_blocks, out, stride);
+    } else if ((kernel = find_kernel(product->level, product->type, tile->n)) != NULL) {
+        kernel(panel, tile->records, n_blocks, out, stride);
+    } else {
+        matmul_c(product->type, tile->n, panel, tile->records, n_blocks, out, stride);
+    }
+}
+
+static void multiply_tile(const struct matmul_product *product, const struct tile *tile, int64_t start, int64_t end)
+{
+    const int64_t n_blocks = product->n_k / product->type->block;
+    const size_t panel_size = matmul_panel_size(product->type, n_blocks);
+    for (int64_t index = start; index < end; index++) {
+        const int64_t panel = product->listed != NULL ? product->listed[index] : index;
+        const int64_t row = panel * MATMUL_ROWS, rows = product->n_rows - row;
+        const uint8_t *weights = (const uint8_t *)product->panels + (size_t)panel * panel_size;
+        float edge[MATMUL_ROW_TOKENS][MATMUL_ROWS];
+        float *first_row = product->out + (size_t)tile->first * product->stride, *out = first_row + row;
+        const bool whole = rows >= MATMUL_ROWS;
+        multiply_panel(product, tile, n_blocks, weights, whole ? out : edge[0], whole ? product->stride : MATMUL_ROWS);
+        for (int32_t t = 0; !whole && t < tile->n; t++) {
+            memcpy(out + (size_t)t * product->stride, edge[t], (size_t)rows * sizeof(float));
+        }
+        if (product->listed != NULL) {
+            leave_out_around(product, index, first_row, tile->n);
+        }
+    }
+}
+
 void matmul_multiply(const struct matmul_product *product, int64_t first, int64_t last)
 {
-    const struct matmul_type *type = product->type;
-    const int64_t n_blocks = product->n_k / type->block, n_tiles = matmul_tiles(product->n_tokens);
-    const size_t panel_size = matmul_panel_size(type, n_blocks), token_size = matmul_token_size(type, n_blocks);
-    const int64_t fitting = (int64_t)(GROUP_BYTES / panel_size), group = fitting > 1 ? fitting : 1;
+    const int64_t n_blocks = product->n_k / product->type->block;
+    const bool in_rows = matmul_in_rows(product->type, product->level, product->n_tokens);
+    const int64_t n_tiles = matmul_tiles(in_rows, product->n_tokens);
+    const int64_t fitting = (int64_t)(GROUP_BYTES / matmul_panel_size(product->type, n_blocks));
+    const int64_t group = fitting > 1 ? fitting : 1;
+    struct matmul_tile_config before;
+    if (in_rows) {
+        matmul_amx_save(&before); /* ggml's own products configure a thread's tiles once */
+    }
     for (int64_t start = first; start < last; start += group) {
         const int64_t end = start + group < last ? start + group : last;
-        for (int64_t tile = 0; tile < n_tiles; tile++) {
-            const int64_t token = matmul_tile_start(product->n_tokens, tile);
-            const int32_t n = (int32_t)(matmul_tile_start(product->n_tokens, tile + 1) - token);
-            const uint8_t *records = (const uint8_t *)product->activations + (size_t)token * token_size;
-            matmul_kernel *kernel = find_kernel(product->level, type, n);
-            for (int64_t index = start; index < end; index++) {
-                const int64_t panel = product->listed != NULL ? product->listed[index] : index;
-                const int64_t row = panel * MATMUL_ROWS, rows = product->n_rows - row;
-                const uint8_t *weights = (const uint8_t *)product->panels + (size_t)panel * panel_size;
-                float edge[MATMUL_TOKENS][MATMUL_ROWS];
-                float *out = product->out + (size_t)token * product->stride + row;
-                const bool whole = rows >= MATMUL_ROWS;
-                float *to = whole ? out : edge[0];
-                const size_t stride = whole ? product->stride : MATMUL_ROWS;
-                if (kernel != NULL) {
-                    kernel(weights, records, n_blocks, to, stride);
-                } else {
-                    matmul_c(type, n, weights, records, n_blocks, to, stride);
-                }
-                for (int32_t t = 0; !whole && t < n; t++) {
-                    memcpy(out + (size_t)t * product->stride, edge[t], (size_t)rows * sizeof(float));
-                }
-                if (product->listed != NULL) {
-                    leave_out_around(product, index, product->out + (size_t)token * product->stride, n);
-                }
+        for (int64_t i = 0; i < n_tiles; i++) {
+            const struct tile tile = tile_of(product, n_blocks, in_rows, i);
+            if (in_rows) {
+                const struct matmul_tile_config config = matmul_amx_config(tile.n);
+                matmul_amx_load(&config);
             }
+            multiply_tile(product, &tile, start, end);
         }
+    }
+    if (in_rows) {
+        matmul_amx_load(&before);
     }
 }
 
@@ -131,43 +187,67 @@ static void make_finite(uint8_t *halves, size_t size)
     }
 }
 
-static bool kernel_agrees(const struct matmul_type *type, int32_t level, int32_t n)
+enum { TEST_BLOCKS = 2, TEST_K = TEST_BLOCKS * 256 };
+
+/* Where every product is tested. */
+struct test {
+    _Alignas(64) uint8_t panel[TEST_BLOCKS * 3392];
+    _Alignas(64) uint8_t activations[TEST_BLOCKS * 324 * MATMUL_ROW_TOKENS];
+    float x[MATMUL_ROW_TOKENS][TEST_K];
+    float expected[MATMUL_ROW_TOKENS][MATMUL_ROWS], out[MATMUL_ROW_TOKENS][MATMUL_ROWS];
+};
+
+static void fill_test(const struct matmul_type *type, struct test *test)
 {
-    enum { BLOCKS = 2, MOST = BLOCKS * 3392 };
-    uint8_t panel[MOST], records[BLOCKS * 324 * MATMUL_TOKENS];
     int8_t quantised[256];
-    float x[MATMUL_TOKENS][BLOCKS * 256], expected[MATMUL_TOKENS][MATMUL_ROWS], out[MATMUL_TOKENS][MATMUL_ROWS];
-    const size_t head_size = matmul_head_size(type, BLOCKS), size = matmul_panel_size(type, BLOCKS);
-    matmul_kernel *kernel = find_kernel(level, type, n);
-    if (kernel == NULL) {
-        return true; /* plain C is used */
-    }
-    fill(panel, size, 1);
-    make_finite(panel, head_size);
+    const size_t head_size = matmul_head_size(type, TEST_BLOCKS), size = matmul_panel_size(type, TEST_BLOCKS);
+    fill(test->panel, size, 1);
+    make_finite(test->panel, head_size);
     for (size_t at = head_size; at < size; at += (size_t)type->body_bytes) {
-        make_finite(panel + at, type->scales == NO_SCALE ? (size_t)type->body_bytes : 64);
+        make_finite(test->panel + at, type->scales == NO_SCALE ? (size_t)type->body_bytes : 64);
     }
-    for (int32_t t = 0; t < n; t++) {
-        for (int32_t i = 0; i < BLOCKS * 256; i += 256) {
+    for (int32_t t = 0; t < MATMUL_ROW_TOKENS; t++) {
+        for (int32_t i = 0; i < TEST_K; i += 256) {
             fill((uint8_t *)quantised, sizeof quantised, (uint32_t)(t + i));
             for (int32_t k = 0; k < 256; k++) {
-                x[t][i + k] = (float)quantised[k] / 64;
+                test->x[t][i + k] = (float)quantised[k] / 64;
             }
         }
     }
-    const struct matmul_tokens tokens = {(const char *)x, {n, 1, 1}, {sizeof *x, 0, 0}};
-    matmul_quantise(type, BLOCKS, &tokens, n, records, 0, BLOCKS);
-    matmul_c(type, n, panel, records, BLOCKS, expected[0], MATMUL_ROWS);
-    kernel(panel, records, BLOCKS, out[0], MATMUL_ROWS);
-    return memcmp(out, expected, sizeof *out * (size_t)n) == 0;
+}
+
+static void compute_test(const struct matmul_type *type, int32_t level, int32_t n, struct test *test, float *out)
+{
+    const struct matmul_tokens tokens = {(const char *)test->x, {n, 1, 1}, {sizeof *test->x, 0, 0}};
+    const struct matmul_product product = {
+        .type = type,
+        .level = level,
+        .n_rows = MATMUL_ROWS,
+        .n_k = (int64_t)TEST_BLOCKS * type->block,
+        .n_tokens = n,
+        .panels = test->panel,
+        .activations = test->activations,
+        .out = out,
+        .stride = MATMUL_ROWS,
+    };
+    matmul_quantise(type, level, TEST_BLOCKS, &tokens, n, test->activations, 0, TEST_BLOCKS);
+    matmul_multiply(&product, 0, 1);
 }
 
 bool matmul_agrees(int32_t level)
 {
+    const int32_t most = level == MATMUL_AMX ? MATMUL_ROW_TOKENS : MATMUL_TOKENS;
+    struct test test;
     for (int32_t number = 0; number < 64; number++) {
         const struct matmul_type *type = matmul_find_type(number);
-        for (int32_t n = 1; type != NULL && n <= MATMUL_TOKENS; n++) {
-            if (!kernel_agrees(type, level, n)) {
+        if (type == NULL) {
+            continue;
+        }
+        fill_test(type, &test);
+        compute_test(type, MATMUL_C, most, &test, test.expected[0]);
+        for (int32_t n = 1; n <= most; n++) {
+            compute_test(type, level, n, &test, test.out[0]);
+            if (memcmp(test.out, test.expected, sizeof *test.out * (size_t)n) != 0) {
                 return false;
             }
         }
@@ -215,7 +295,7 @@ void cspec_matmul(int32_t instructions, int32_t type, int64_t n_rows, int64_t n_
     const struct matmul_product product = {found,  instructions, n_rows, n_k,           n_tokens,
                                            packed, activations,  out,    (size_t)n_rows, listed, n_listed};
     for (int32_t part = 0; part < n_parts; part++) {
-        matmul_quantise(found, n_blocks, &tokens, n_tokens, activations, n_blocks * part / n_parts,
+        matmul_quantise(found, instructions, n_blocks, &tokens, n_tokens, activations, n_blocks * part / n_parts,
                         n_blocks * (part + 1) / n_parts);
     }
     const int64_t n_panels = matmul_product_panels(&product);

@@ -494,7 +494,7 @@ def test_version_names_pyspec_llama_cpp_and_the_cpu() -> None:
     assert re.match(r"pyspec \d+\.\d+\.\d+\n", text)
     assert "llama-cpp-python 0.3.36" in text
     assert "CPU features: " in text
-    assert re.search(r"^kernels: (c|avx2|avxvnni|avx512|none \(.+\))$", text, re.MULTILINE)
+    assert re.search(r"^kernels: (c|avx2|avxvnni|avx512|amx|none \(.+\))$", text, re.MULTILINE)
     assert re.search(r"^bit-exact: (yes|no \(.+\))$", text, re.MULTILINE)
 
 
